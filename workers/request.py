@@ -1,0 +1,163 @@
+"""Messages between the gateway and the workers, and the values that describe one request.
+
+Life cycle of a request in split mode: the gateway sends `ReserveRequest` to a generation worker and gets a
+`Reservation`; it sends `PrefillRequest` with that reservation to a context worker and gets `Prefilled`; tokens
+arrive in `TokenFrame`s from the generation worker until one carries a finish reason or an error. In aggregated
+mode a single `SubmitRequest` replaces the first two. All messages are msgspec structs and travel as msgpack.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from kvmanager.ids import PageId, RequestId, TransferId, WorkerEpoch
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+Role = Literal["context", "generation", "aggregated"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are chosen. `temperature` 0 is greedy. Noise is keyed by (seed, position), so a replay repeats.
+
+    `draft_tokens`: tokens proposed per step for this request; None leaves it to the worker, 0 turns drafting off.
+    `logprobs`: number of top alternatives reported per token; None reports none, 0 the chosen token's alone.
+    """
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    draft_tokens: int | None = None
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """Natural-log probability of one emitted token under the target's unfiltered distribution, with alternatives."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class ReserveRequest(msgspec.Struct, frozen=True, kw_only=True):
+    request_id: RequestId
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    ttl_s: float
+
+
+class Reservation(msgspec.Struct, frozen=True, kw_only=True):
+    """A generation worker's promise: these pages hold the prompt's KV of `transfer_id` until it ends."""
+
+    transfer_id: TransferId
+    generation_epoch: WorkerEpoch
+    target_pages: tuple[PageId, ...]
+    draft_pages: tuple[PageId, ...]
+
+
+class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True):
+    request_id: RequestId
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    reservation: Reservation
+    ttl_s: float
+
+
+class Prefilled(msgspec.Struct, frozen=True, kw_only=True):
+    """The context leg is over: the transfer ended in DONE and the context worker holds nothing of the request."""
+
+    first_token: int
+    prompt_tokens_computed: int
+
+
+class SubmitRequest(msgspec.Struct, frozen=True, kw_only=True):
+    request_id: RequestId
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+
+class RequestStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What one request cost its decoding worker, sent with its last tokens.
+
+    `decode_steps` counts target decode steps; `decode_tokens` the tokens they emitted (the first token, which
+    prefill emits, counts in neither). `accepted_by_position[j]` counts steps whose draft position j was accepted,
+    out of `drafted_by_position[j]` steps that drafted it. `*_first8` cover the first 8 decode steps alone.
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+    decode_steps: int
+    decode_tokens: int
+    decode_steps_first8: int
+    decode_tokens_first8: int
+    accepted_by_position: tuple[int, ...]
+    drafted_by_position: tuple[int, ...]
+    prompt_tokens_computed: int
+    kv_bytes_target: int
+    kv_bytes_draft: int
+
+
+class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
+    request_id: RequestId
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: str = ""
+    stats: RequestStats | None = None
+
+
+class TokenFrame(msgspec.Struct, frozen=True):
+    """One step's tokens of all its requests."""
+
+    outputs: tuple[RequestOutput, ...]
+
+
+class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's counters since start and its present occupancy."""
+
+    role: Role
+    epoch: WorkerEpoch
+    running: int
+    waiting: int
+    slots_in_use: int
+    draft_slots_in_use: int
+    target_pages_in_use: int
+    draft_pages_in_use: int
+    target_pages: int
+    draft_pages: int
+    leases: int
+    transfers: int
+    decode_steps: int
+    decode_tokens: int
+    prompt_tokens_computed: int
+    kv_bytes_target: int
+    kv_bytes_draft: int
+    transfers_done: int
+    transfers_failed: int
+    requests_finished: int
+    steps: int
+    last_progress_age_s: float
+
+
+class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a gateway must know of a worker to validate and route requests."""
+
+    role: Role
+    epoch: WorkerEpoch
+    model: str
+    vocab_size: int
+    max_seq_len: int
+    max_batch: int
+    max_draft_tokens: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    page_size: int
+    kv_bytes_per_token_target: int
+    kv_bytes_per_token_draft: int
+    transport: str
+    hello: bytes
