@@ -1,0 +1,47 @@
+"""What a model asks of paged attention.
+
+Life of a step: the engine calls `plan` once with every request's page table row and lengths; each layer then calls
+`write` with its fresh keys and values and `attend` with its queries, both with that plan. The target model and the
+draft model use the same interface, each bound to its own pool; `workers.attention` implements it.
+
+Shapes: B requests, T = sum(q_lens) tokens of the step flat in request order, H heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+
+class AttentionPlan(Protocol):
+    """One step's bookkeeping, made by `PagedAttention.plan` and handed back to it unread by the model."""
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the step's tokens over all requests."""
+
+
+class PagedAttention(Protocol):
+    """Attention over one pool of pages (the target's or the draft's)."""
+
+    def plan(
+        self, page_rows: Tensor, q_lens: Sequence[int], kv_lens: Sequence[int], causal: bool
+    ) -> AttentionPlan:
+        """Prepare one step.
+
+        page_rows: int32 [B, max_pages], each request's page ids in position order.
+        q_lens[b]: tokens of request b in this step; they occupy positions kv_lens[b]-q_lens[b] .. kv_lens[b]-1.
+        kv_lens[b]: positions of request b that hold keys and values once this step's are written.
+        causal: True lets each query see positions up to its own; False lets it see all kv_lens[b] of them.
+        """
+
+    def write(self, layer: int, k_THD: Tensor, v_THD: Tensor, plan: AttentionPlan) -> None:
+        """Store the step's keys and values, [T, kv_heads, D] each, in their pages of `layer`."""
+
+    def attend(self, layer: int, q_THD: Tensor, plan: AttentionPlan) -> Tensor:
+        """Attend from [T, heads, D] over the pages of `layer`, scaled by 1/sqrt(D); returns [T, heads, D].
+
+        Every layer's `write` of the step comes before its `attend`.
+        """
