@@ -1,0 +1,79 @@
+"""What one worker process is told at start: parsed once, frozen, sent to the process as msgpack."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from workers.request import Role
+
+DtypeName = Literal["float32", "float64", "bfloat16", "float16"]
+DraftPolicy = Literal["full", "adaptive"]
+
+
+class FixedPages(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="fixed_pages"):
+    """The target pool holds exactly `num_target_pages` pages (dummy page included); the draft pool as many positions."""
+
+    num_target_pages: int
+
+
+class MemoryFraction(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="memory_fraction"
+):
+    """Target and draft pools together take at most `fraction` of the memory that is free after loading."""
+
+    fraction: float
+
+
+class EveryRequestFits(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="every_request_fits"
+):
+    """Both pools are sized for `max_batch` requests of `max_seq_len` tokens each."""
+
+
+KvBudget = FixedPages | MemoryFraction | EveryRequestFits
+
+
+class PairSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which models: a built-in pair's `name`, or checkpoint paths. An empty `drafter` means no drafter at all."""
+
+    name: str
+    target: str = ""
+    drafter: str = ""
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One worker. `draft_tokens` is the default policy for requests that name no number themselves.
+
+    `drafting` False loads no drafter. `chunk_tokens` bounds the prompt tokens of one prefill step.
+    """
+
+    role: Role
+    pair: PairSpec
+    dtype: DtypeName = "float32"
+    page_size: int = 16
+    kv: KvBudget = msgspec.field(default_factory=EveryRequestFits)
+    max_batch: int = 8
+    max_seq_len: int = 2048
+    chunk_tokens: int = 256
+    drafting: bool = True
+    draft_tokens: DraftPolicy | int = "full"
+    num_threads: int = 1
+
+    def __post_init__(self) -> None:
+        """Raises ValueError naming the field whose value makes no sense."""
+        for field in ("page_size", "max_batch", "max_seq_len", "chunk_tokens", "num_threads"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
+        if isinstance(self.draft_tokens, int) and self.draft_tokens < 0:
+            raise ValueError(f"draft_tokens must be at least 0, got {self.draft_tokens}")
+        match self.kv:
+            case FixedPages(num_target_pages=pages) if pages < 2:
+                raise ValueError(
+                    f"kv.num_target_pages must be at least 2 (one is the dummy page), got {pages}"
+                )
+            case MemoryFraction(fraction=fraction) if not 0.0 < fraction <= 1.0:
+                raise ValueError(f"kv.fraction must be in (0, 1], got {fraction}")
+            case _:
+                pass
