@@ -1,0 +1,62 @@
+"""Whether a request may enter a worker at all: pure checks that name the field and the limit.
+
+The gateway refuses most of these first; a worker checks again, because it is the worker's memory that is at stake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+from kvmanager.errors import TooLong
+from kvmanager.ledger import KvLedger
+from workers.errors import InvalidRequest
+from workers.request import SamplingParams
+
+
+def check_prompt(prompt_token_ids: Items[int], vocab_size: int) -> None:
+    """Raise InvalidRequest for an empty prompt or ids outside 0..vocab_size-1."""
+    if not prompt_token_ids:
+        raise InvalidRequest("the prompt is empty: send at least one token", field="prompt", limit=1)
+    low, high = min(prompt_token_ids), max(prompt_token_ids)
+    if low < 0 or high >= vocab_size:
+        bad = low if low < 0 else high
+        raise InvalidRequest(
+            f"token id {bad} is out of range: ids go from 0 to {vocab_size - 1}",
+            field="prompt.token_ids",
+            limit=vocab_size - 1,
+        )
+
+
+def check_lengths(num_prompt_tokens: int, max_tokens: int, max_seq_len: int, ledger: KvLedger) -> None:
+    """Raise InvalidRequest for what can never fit, in the sequence limit or in either pool (look-ahead included)."""
+    if max_tokens < 1:
+        raise InvalidRequest(f"max_tokens is {max_tokens}: ask for at least 1", field="max_tokens", limit=1)
+    if num_prompt_tokens + max_tokens > max_seq_len:
+        raise InvalidRequest(
+            f"{num_prompt_tokens} prompt tokens + max_tokens {max_tokens} exceed max_seq_len {max_seq_len}",
+            field="max_tokens",
+            limit=max_seq_len,
+        )
+    check_pool(num_prompt_tokens + max_tokens, ledger)
+
+
+def check_pool(num_tokens: int, ledger: KvLedger) -> None:
+    """Raise InvalidRequest when `num_tokens` exceed a pool even with nothing else in it."""
+    try:
+        ledger.can_ever_fit(num_tokens)
+    except TooLong as too_long:
+        message = f"this worker can never hold the request: {too_long}"
+        raise InvalidRequest(message, field="prompt", limit=ledger.usage().target_pages) from too_long
+
+
+def check_sampling(sampling: SamplingParams) -> None:
+    """Raise InvalidRequest for values no sampler can honour."""
+    if not sampling.temperature >= 0.0:
+        message = f"temperature is {sampling.temperature}: it must be >= 0"
+        raise InvalidRequest(message, field="temperature", limit=0)
+    if not 0.0 < sampling.top_p <= 1.0:
+        message = f"top_p is {sampling.top_p}: it must be in (0, 1]"
+        raise InvalidRequest(message, field="top_p", limit="(0, 1]")
+    if sampling.top_k < 0:
+        message = f"top_k is {sampling.top_k}: it must be >= 0 (0 keeps every token)"
+        raise InvalidRequest(message, field="top_k", limit=0)

@@ -1,0 +1,119 @@
+"""The decode step: draft a block, verify it in one target forward, accept, commit.
+
+The loop keeps nothing of a request between steps but what the block-length policy learnt: the ledger holds lengths,
+sequences hold tokens.
+
+Tokens are chosen with noise keyed by (seed, position), for the target and for the draft alike, and a draft token is
+accepted when it equals the target's choice. So text does not depend on drafting, batching or the worker, and the
+shared noise makes equality likely when sampling too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as Items
+
+import torch
+from torch import Tensor
+
+from drafter.policy import BlockLengthPolicy
+from drafter.verify import accept
+from kvmanager.ids import RequestId
+from kvmanager.ledger import KvLedger
+from workers.request import RequestOutput, TokenLogprob
+from workers.runner import ModelRunner
+from workers.sampler import Sampler
+from workers.sequence import Sequence
+
+
+class DecodeLoop:
+    """Steps a batch of sequences whose prompts are done. `clock` returns seconds and prices steps for the policy."""
+
+    def __init__(
+        self,
+        *,
+        runner: ModelRunner,
+        sampler: Sampler,
+        ledger: KvLedger,
+        policy: BlockLengthPolicy,
+        clock: Callable[[], float],
+    ) -> None:
+        self._runner = runner
+        self._sampler = sampler
+        self._ledger = ledger
+        self._policy = policy
+        self._clock = clock
+        self.decode_steps = 0
+        self.decode_tokens = 0
+
+    def first_token(self, sequence: Sequence, logits_1V: Tensor) -> tuple[int, TokenLogprob | None]:
+        """Choose the token behind the prompt from its logits [1, V]."""
+        positions = [sequence.num_prompt_tokens]
+        token = int(self._sampler.choose(logits_1V, [sequence.sampling], positions)[0])
+        if sequence.sampling.logprobs is None:
+            return token, None
+        return token, self._sampler.logprobs(logits_1V, torch.tensor([token]), [sequence.sampling.logprobs])[0]
+
+    def forget(self, request_id: RequestId) -> None:
+        """Drop what the policy remembers of a request that has ended."""
+        self._policy.forget(request_id)
+
+    def step(self, sequences: Items[Sequence]) -> list[RequestOutput]:
+        """One decode step for every sequence; requests that draft differently are stepped apart."""
+        groups: dict[tuple[bool, int | None], list[Sequence]] = {}
+        for sequence in sequences:
+            groups.setdefault((sequence.drafting, sequence.sampling.draft_tokens), []).append(sequence)
+        return [output for group in groups.values() for output in self._step_group(group)]
+
+    def _step_group(self, group: list[Sequence]) -> list[RequestOutput]:
+        num_draft = self._num_draft(group)
+        starts = [self._ledger.length(s.request_id) for s in group]
+        began_s = self._clock()
+        drafts_BK = self._draft(group, starts, num_draft)
+        drafted_s = self._clock()
+        width = num_draft + 1
+        logits_BWV = self._runner.verify(group, drafts_BK)
+        logits_NV = logits_BWV.view(len(group) * width, -1)
+        sampling = [s.sampling for s in group for _ in range(width)]
+        positions = [start + 1 + offset for start in starts for offset in range(width)]
+        targets_N = self._sampler.choose(logits_NV, sampling, positions)
+        targets_BW = targets_N.view(len(group), width)
+        accepted_B = accept(drafts_BK, targets_BW).tolist()
+        targets = targets_BW.tolist()
+        verified_s = self._clock()
+        outputs = []
+        for row, (sequence, start, accepted) in enumerate(zip(group, starts, accepted_B, strict=True)):
+            kept = sequence.take(targets[row][: accepted + 1])
+            tokens = targets[row][:kept]
+            self._ledger.commit(sequence.request_id, start + kept)
+            sequence.count_step(kept, num_draft, accepted)
+            self.decode_steps += 1
+            self.decode_tokens += kept
+            self._policy.observe_acceptance(sequence.request_id, num_draft, accepted)
+            outputs.append(sequence.report(tokens, self._logprobs(sequence, logits_BWV[row, :kept], tokens)))
+        if group[0].drafting:
+            self._policy.observe_cost(len(group), num_draft, drafted_s - began_s, verified_s - drafted_s)
+        return outputs
+
+    def _num_draft(self, group: list[Sequence]) -> int:
+        if not group[0].drafting:
+            return 0
+        asked = group[0].sampling.draft_tokens
+        if asked is not None:
+            return min(asked, self._runner.max_draft_tokens)
+        return self._policy.choose(len(group), [s.request_id for s in group])
+
+    def _draft(self, group: list[Sequence], starts: list[int], num_draft: int) -> Tensor:
+        """Draft tokens [B, num_draft]; slot j of the block drafts position start + 1 + j."""
+        if num_draft == 0:
+            return torch.empty((len(group), 0), dtype=torch.int64)
+        logits_BKV = self._runner.draft(group, num_draft)
+        logits_NV = logits_BKV.reshape(len(group) * num_draft, -1)
+        sampling = [s.sampling for s in group for _ in range(num_draft)]
+        positions = [start + 1 + offset for start in starts for offset in range(num_draft)]
+        return self._sampler.choose(logits_NV, sampling, positions).view(len(group), num_draft)
+
+    def _logprobs(self, sequence: Sequence, logits_NV: Tensor, tokens: list[int]) -> list[TokenLogprob]:
+        wanted = sequence.sampling.logprobs
+        if wanted is None:
+            return []
+        return self._sampler.logprobs(logits_NV, torch.tensor(tokens), [wanted] * len(tokens))

@@ -1,0 +1,97 @@
+"""What every engine is: a plain class that is told of requests and stepped; it answers with events.
+
+An engine never blocks, reads no clock (time is an argument) and knows nothing of threads, Ray or sockets. The host
+(`workers.host`) owns the thread that steps it and carries its events to whoever waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvmanager.ids import RequestId
+from kvmanager.ledger import KvLedger
+from workers.decode import DecodeLoop
+from workers.errors import WorkerRefused
+from workers.faults import Fault
+from workers.request import Prefilled, RequestOutput, Reservation
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """Tokens, the end, or the failure of a request."""
+
+    output: RequestOutput
+
+
+@dataclass(frozen=True)
+class Granted:
+    """A generation worker admitted the request in both ledgers and promises these pages."""
+
+    request_id: RequestId
+    reservation: Reservation
+
+
+@dataclass(frozen=True)
+class ContextDone:
+    """The context leg ended well: the hand-off was acknowledged and nothing of the request is left here."""
+
+    request_id: RequestId
+    prefilled: Prefilled
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The request ends here without tokens; the reason goes to whoever asked."""
+
+    request_id: RequestId
+    error: WorkerRefused
+
+
+EngineEvent = Emitted | Granted | ContextDone | Refused
+
+
+@dataclass
+class EngineCounters:
+    """Counted since the worker started."""
+
+    steps: int = 0
+    prompt_tokens_computed: int = 0
+    kv_bytes_target: int = 0
+    kv_bytes_draft: int = 0
+    transfers_done: int = 0
+    transfers_failed: int = 0
+    requests_finished: int = 0
+
+
+class Engine(Protocol):
+    """`step` does one bounded piece of work. `idle` is True when a step would find nothing to do by itself."""
+
+    ledger: KvLedger
+    counters: EngineCounters
+    decode: DecodeLoop
+
+    def step(self, now_s: float) -> list[EngineEvent]: ...
+
+    def cancel(self, request_id: RequestId) -> None: ...
+
+    def fail_all(self, reason: str) -> list[EngineEvent]: ...
+
+    def inject(self, fault: Fault) -> None: ...
+
+    def check(self) -> None: ...
+
+    @property
+    def idle(self) -> bool: ...
+
+    @property
+    def awaits_transfer(self) -> bool: ...
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    @property
+    def num_transfers(self) -> int: ...

@@ -1,0 +1,251 @@
+"""The generation engine: decodes prompts that were computed elsewhere.
+
+    waiting ──room in both ledgers──▶ reserved ──KV landed, first token──▶ decoding ──end | cancel──▶ gone
+                                         └──cancel | transfer broke──▶ draining ──transfer terminal──▶ gone
+
+A reservation covers the whole request in both ledgers: prompt, max_tokens, look-ahead. The slot bound then is a
+real one in target and draft alike, and when the KV lands the context length becomes the prompt length in both: the
+drafter starts with the whole prompt before its eyes. Nothing of a prompt is ever computed here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvmanager.errors import PoolExhausted, SlotsExhausted
+from kvmanager.ids import RequestId, TransferId, WorkerEpoch
+from kvmanager.ledger import KvLedger
+from transceiver.port import Broke, Delivered, Landed, ReceiveSpec, TransferPort
+from workers.admission import check_lengths, check_sampling
+from workers.decode import DecodeLoop
+from workers.engine import Emitted, EngineCounters, EngineEvent, Granted, Refused
+from workers.errors import AdmissionTimeout, InvalidRequest, Overloaded, RequestCancelled
+from workers.faults import Fault
+from workers.handoff import first_logprob
+from workers.limits import EngineLimits
+from workers.request import RequestOutput, Reservation, ReserveRequest
+from workers.runner import ModelRunner
+from workers.sequence import Sequence
+
+
+@dataclass
+class _GenerationJob:
+    """One request before its KV has landed. `cancelled` jobs wait for their transfer to end before pages return."""
+
+    request: ReserveRequest
+    sequence: Sequence
+    deadline_s: float
+    transfer: TransferId | None = None
+    cancelled: bool = False
+
+
+class GenerationEngine:
+    """Reservations, landings and continuous decoding. `new_id` names transfers, never the client."""
+
+    def __init__(
+        self,
+        *,
+        runner: ModelRunner,
+        decode: DecodeLoop,
+        ledger: KvLedger,
+        limits: EngineLimits,
+        port: TransferPort,
+        epoch: WorkerEpoch,
+        new_id: Callable[[], str],
+    ) -> None:
+        self.ledger = ledger
+        self.decode = decode
+        self.counters = EngineCounters()
+        self._runner = runner
+        self._limits = limits
+        self._port = port
+        self._epoch = epoch
+        self._new_id = new_id
+        self._waiting: deque[_GenerationJob] = deque()
+        self._transfers: dict[TransferId, _GenerationJob] = {}
+        self._decoding: list[Sequence] = []
+        self._events: list[EngineEvent] = []
+
+    def reserve(self, request: ReserveRequest, now_s: float) -> None:
+        """Queue for admission; `Granted` or `Refused` answers. Raises InvalidRequest or Overloaded at once."""
+        if request.num_prompt_tokens < 1:
+            raise InvalidRequest("the prompt is empty: send at least one token", field="prompt", limit=1)
+        check_sampling(request.sampling)
+        check_lengths(
+            request.num_prompt_tokens, request.sampling.max_tokens, self._limits.max_seq_len, self.ledger
+        )
+        if len(self._waiting) >= self._limits.max_waiting:
+            raise Overloaded(f"{len(self._waiting)} requests are waiting already (max_waiting)")
+        sequence = self._limits.remote_sequence(
+            request.request_id, request.num_prompt_tokens, request.sampling
+        )
+        self._waiting.append(_GenerationJob(request, sequence, now_s + request.ttl_s))
+
+    def step(self, now_s: float) -> list[EngineEvent]:
+        for event in self._port.poll(now_s):
+            match event:
+                case Landed():
+                    self._landed(event)
+                case Broke():
+                    self._broke(event)
+                case Delivered():
+                    raise AssertionError(f"a generation worker sent a transfer: {event.transfer}")
+        self._expire_waiting(now_s)
+        self._admit(now_s)
+        if self._decoding:
+            self._events.extend(Emitted(output) for output in self.decode.step(self._decoding))
+            self._drop_finished()
+            self.counters.steps += 1
+        events, self._events = self._events, []
+        return events
+
+    def cancel(self, request_id: RequestId) -> None:
+        """End a request wherever it is; unknown and finished ones change nothing."""
+        for job in self._waiting:
+            if job.request.request_id == request_id:
+                self._waiting.remove(job)
+                self._events.append(Refused(request_id, RequestCancelled("cancelled before admission")))
+                return
+        for transfer, job in self._transfers.items():
+            if job.request.request_id == request_id and not job.cancelled:
+                job.cancelled = True
+                self._port.abort(transfer, "the request was cancelled")
+                job.sequence.finish_reason = "cancelled"
+                self._events.append(Emitted(job.sequence.report(())))
+                return
+        for sequence in self._decoding:
+            if sequence.request_id == request_id:
+                self._decoding.remove(sequence)
+                sequence.finish_reason = "cancelled"
+                self._events.append(Emitted(sequence.report(())))
+                self.ledger.free(request_id)
+                self.decode.forget(request_id)
+                return
+
+    def fail_all(self, reason: str) -> list[EngineEvent]:
+        """End every request with an error; pages of open transfers return when those are terminal."""
+        for job in self._waiting:
+            self._events.append(Emitted(_error(job.request.request_id, reason)))
+        self._waiting.clear()
+        for transfer, job in self._transfers.items():
+            if not job.cancelled:
+                job.cancelled = True
+                self._port.abort(transfer, reason)
+                self._events.append(Emitted(_error(job.request.request_id, reason)))
+        for sequence in self._decoding:
+            self.ledger.free(sequence.request_id)
+            self._events.append(Emitted(_error(sequence.request_id, reason)))
+        self._decoding.clear()
+        events, self._events = self._events, []
+        return events
+
+    def inject(self, fault: Fault) -> None:
+        self._runner.fault = fault
+
+    def check(self) -> None:
+        """Raise when ledger and jobs disagree: every slot belongs to an open transfer or a decoding request."""
+        self.ledger.check()
+        self._port.check()
+        if self.ledger.usage().slots_in_use != len(self._transfers) + len(self._decoding):
+            raise AssertionError("slots and live requests differ")
+
+    @property
+    def idle(self) -> bool:
+        return not (self._decoding or self._events or (self._waiting and not self._transfers))
+
+    @property
+    def awaits_transfer(self) -> bool:
+        return bool(self._transfers)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._decoding)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_transfers(self) -> int:
+        return len(self._transfers)
+
+    def _admit(self, now_s: float) -> None:
+        """First come, first served: a request that does not fit yet holds back those behind it, so none starves."""
+        while self._waiting:
+            job = self._waiting[0]
+            request_id, prompt = job.request.request_id, job.request.num_prompt_tokens
+            try:
+                self.ledger.reserve(request_id, prompt + job.request.sampling.max_tokens)
+            except (PoolExhausted, SlotsExhausted):
+                return
+            self._waiting.popleft()
+            job.transfer = TransferId(self._new_id())
+            pages = self.ledger.pages(request_id)
+            target_pages = pages.target[: self.ledger.target.geometry.pages_for(prompt)]
+            draft = self.ledger.draft
+            draft_pages = pages.draft[: draft.geometry.pages_for(prompt)] if draft is not None else ()
+            self._port.expect(
+                ReceiveSpec(
+                    transfer=job.transfer,
+                    num_tokens=prompt,
+                    destination_target=target_pages,
+                    destination_draft=draft_pages,
+                    ttl_s=max(job.deadline_s - now_s, 0.0),
+                )
+            )
+            self._transfers[job.transfer] = job
+            reservation = Reservation(
+                transfer_id=job.transfer,
+                generation_epoch=self._epoch,
+                target_pages=target_pages,
+                draft_pages=draft_pages,
+            )
+            self._events.append(Granted(request_id, reservation))
+
+    def _landed(self, event: Landed) -> None:
+        job = self._transfers.pop(event.transfer)
+        sequence = job.sequence
+        self.counters.transfers_done += 1
+        self.counters.kv_bytes_target += event.bytes_target
+        self.counters.kv_bytes_draft += event.bytes_draft
+        if job.cancelled:
+            self.ledger.free(sequence.request_id)
+            return
+        sequence.kv_bytes_target = event.bytes_target
+        sequence.kv_bytes_draft = event.bytes_draft
+        if self._runner.fault is Fault.EMPTY_CONTEXT:
+            sequence.draft_origin = sequence.num_prompt_tokens
+        self.ledger.commit(sequence.request_id, sequence.num_prompt_tokens)
+        token = event.handoff.first_token
+        sequence.take([token])
+        self._decoding.append(sequence)
+        self._events.append(Emitted(sequence.report([token], first_logprob(event.handoff))))
+        self._drop_finished()
+
+    def _broke(self, event: Broke) -> None:
+        job = self._transfers.pop(event.transfer)
+        self.ledger.free(job.request.request_id)
+        self.counters.transfers_failed += 1
+        if not job.cancelled:
+            reason = f"the KV transfer ended in {event.state}: {event.reason}"
+            self._events.append(Emitted(_error(job.request.request_id, reason)))
+
+    def _expire_waiting(self, now_s: float) -> None:
+        for job in [job for job in self._waiting if job.deadline_s <= now_s]:
+            self._waiting.remove(job)
+            error = AdmissionTimeout("the generation worker had no room for the request in time")
+            self._events.append(Refused(job.request.request_id, error))
+
+    def _drop_finished(self) -> None:
+        for sequence in self._decoding:
+            if sequence.finish_reason is not None:
+                self.ledger.free(sequence.request_id)
+                self.decode.forget(sequence.request_id)
+                self.counters.requests_finished += 1
+        self._decoding = [s for s in self._decoding if s.finish_reason is None]
+
+
+def _error(request_id: RequestId, reason: str) -> RequestOutput:
+    return RequestOutput(request_id=request_id, finish_reason="error", error=reason)

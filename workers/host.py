@@ -1,0 +1,273 @@
+"""The thread that steps an engine, and the bridge from asyncio callers to it.
+
+    loop thread(s)                          engine thread                      transceiver thread
+    reserve / prefill / submit ──command──▶ run commands, step, dispatch ◀──events── pump
+    awaits a future            ◀──result──┘      │ tokens of the step
+    frame sink                 ◀─────────────────┘
+
+Callers' answers are futures; tokens go to one sink, a frame per step. When a step raises, the state of its requests
+cannot be trusted: all of them end in errors, the worker takes no more, and the reason stays visible.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import torch
+
+from kvmanager.ids import RequestId, WorkerEpoch
+from transceiver.handshake import HandshakeRefused
+from workers.aggregated import AggregatedEngine
+from workers.assembly import Assembly, assemble
+from workers.config import WorkerConfig
+from workers.context import ContextEngine
+from workers.engine import ContextDone, Emitted, Engine, EngineEvent, Granted, Refused
+from workers.errors import EngineFailed, HandshakeFailed, PeerUnknown, WorkerRefused, WorkerStopping
+from workers.faults import Fault
+from workers.generation import GenerationEngine
+from workers.request import (
+    Prefilled,
+    PrefillRequest,
+    RequestOutput,
+    Reservation,
+    ReserveRequest,
+    SubmitRequest,
+    TokenFrame,
+    WorkerFacts,
+    WorkerStats,
+)
+
+_log = logging.getLogger(__name__)
+
+_IDLE_WAIT_S = 0.05
+_TRANSFER_WAIT_S = 0.001
+
+Answer = TypeVar("Answer")
+
+
+class EngineHost:
+    """Owns the engine thread of one worker process. Methods may be called from any thread or event loop."""
+
+    def __init__(self, assembly: Assembly, num_threads: int) -> None:
+        self._assembly = assembly
+        self._engine: Engine = assembly.engine
+        self.facts: WorkerFacts = assembly.facts
+        self._num_threads = num_threads
+        self._commands: queue.SimpleQueue[Callable[[float], None]] = queue.SimpleQueue()
+        self._futures: dict[RequestId, Future[Any]] = {}
+        self._sink: Callable[[TokenFrame], None] | None = None
+        self._peers: set[WorkerEpoch] = set()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._stopping = threading.Event()
+        self._failure: str | None = None
+        self._last_progress_s = time.monotonic()
+
+    @classmethod
+    def load(cls, config: WorkerConfig) -> EngineHost:
+        """Load the models and build the engine. Slow; raises ModelMismatch for checkpoints that do not fit."""
+        torch.set_num_threads(config.num_threads)
+        return cls(assemble(config), config.num_threads)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the engine thread after its present step; every request still waiting for an answer is refused."""
+        self._stopping.set()
+        self._commands.put(lambda now_s: None)
+        if self._thread.is_alive():
+            self._thread.join()
+        for future in self._futures.values():
+            _settle(future, WorkerStopping("the worker is shutting down"))
+        self._futures.clear()
+        self._assembly.close()
+
+    def set_frame_sink(self, sink: Callable[[TokenFrame], None]) -> None:
+        """`sink` is called from the engine thread with every step's tokens."""
+        self._sink = sink
+
+    async def submit(self, request: SubmitRequest) -> None:
+        """Queue a whole request on an aggregated worker; its tokens come in frames."""
+        engine = self._expect_engine(AggregatedEngine)
+        await self._ask(None, lambda now_s: engine.submit(request))
+
+    async def reserve(self, request: ReserveRequest) -> Reservation:
+        """Wait for admission on a generation worker, at most the request's time to live."""
+        engine = self._expect_engine(GenerationEngine)
+        reservation: Reservation = await self._ask(
+            request.request_id, lambda now_s: engine.reserve(request, now_s)
+        )
+        return reservation
+
+    async def prefill(self, request: PrefillRequest) -> Prefilled:
+        """Run a prompt and ship it; returns when the generation worker has acknowledged the hand-off."""
+        engine = self._expect_engine(ContextEngine)
+        if request.reservation.generation_epoch not in self._peers:
+            raise PeerUnknown(
+                f"no handshake yet with generation worker {request.reservation.generation_epoch}: connect first",
+                request_id=request.request_id,
+            )
+        prefilled: Prefilled = await self._ask(
+            request.request_id, lambda now_s: engine.prefill(request, now_s)
+        )
+        return prefilled
+
+    def cancel(self, request_id: RequestId) -> None:
+        """Idempotent; a request that is unknown here changes nothing."""
+        self._commands.put(lambda now_s: self._engine.cancel(request_id))
+
+    def connect(self, hello: bytes) -> WorkerEpoch:
+        """Shake hands with a peer. Raises HandshakeFailed with both sides' values when they do not fit."""
+        port = self._assembly.port
+        if port is None:
+            raise HandshakeFailed("an aggregated worker has no peers")
+        try:
+            epoch = port.connect(hello)
+        except HandshakeRefused as refused:
+            raise HandshakeFailed(str(refused)) from refused
+        self._peers.add(epoch)
+        return epoch
+
+    def inject(self, fault: Fault) -> None:
+        """For the evaluation's own workers alone: see workers.faults."""
+        self._commands.put(lambda now_s: self._engine.inject(fault))
+
+    def check(self) -> Future[None]:
+        """Run every ledger's check in the engine thread; the future carries what it raised."""
+        done: Future[None] = Future()
+
+        def command(now_s: float) -> None:
+            try:
+                self._engine.check()
+            except Exception as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        self._commands.put(command)
+        return done
+
+    def stats(self) -> WorkerStats:
+        engine, usage = self._engine, self._engine.ledger.usage()
+        counters, decode = engine.counters, engine.decode
+        return WorkerStats(
+            role=self.facts.role,
+            epoch=self.facts.epoch,
+            running=engine.num_running,
+            waiting=engine.num_waiting,
+            slots_in_use=usage.slots_in_use,
+            draft_slots_in_use=usage.draft_slots_in_use,
+            target_pages_in_use=usage.target_pages_in_use,
+            draft_pages_in_use=usage.draft_pages_in_use,
+            target_pages=engine.ledger.target.num_pages,
+            draft_pages=engine.ledger.draft.num_pages if engine.ledger.draft is not None else 0,
+            leases=usage.leases,
+            transfers=engine.num_transfers,
+            decode_steps=decode.decode_steps,
+            decode_tokens=decode.decode_tokens,
+            prompt_tokens_computed=counters.prompt_tokens_computed,
+            kv_bytes_target=counters.kv_bytes_target,
+            kv_bytes_draft=counters.kv_bytes_draft,
+            transfers_done=counters.transfers_done,
+            transfers_failed=counters.transfers_failed,
+            requests_finished=counters.requests_finished,
+            steps=counters.steps,
+            last_progress_age_s=time.monotonic() - self._last_progress_s,
+        )
+
+    async def _ask(self, request_id: RequestId | None, command: Callable[[float], None]) -> Any:
+        """Run `command` in the engine thread; await its acceptance, or with a request id the engine's own answer."""
+        if self._failure is not None:
+            raise EngineFailed(f"the engine failed: {self._failure}")
+        if self._stopping.is_set():
+            raise WorkerStopping("the worker is shutting down")
+        future: Future[Any] = Future()
+        if request_id is not None:
+            self._futures[request_id] = future
+
+        def run(now_s: float) -> None:
+            try:
+                command(now_s)
+            except WorkerRefused as refused:
+                self._resolve(request_id, future, refused)
+            else:
+                if request_id is None:
+                    _settle(future, None)
+
+        self._commands.put(run)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            if request_id is not None:
+                self.cancel(request_id)
+            raise
+
+    def _resolve(self, request_id: RequestId | None, future: Future[Any] | None, answer: object) -> None:
+        if request_id is not None:
+            future = self._futures.pop(request_id, future)
+        if future is not None:
+            _settle(future, answer)
+
+    def _expect_engine(self, kind: type[Answer]) -> Answer:
+        if not isinstance(self._engine, kind):
+            raise WorkerRefused(f"a {self.facts.role} worker cannot do this")
+        return self._engine
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._num_threads)
+        with torch.inference_mode():
+            while not self._stopping.is_set():
+                self._run_commands()
+                try:
+                    events = self._engine.step(time.monotonic())
+                except Exception as error:
+                    _log.exception("the engine failed")
+                    self._failure = f"{type(error).__name__}: {error}"
+                    events = self._engine.fail_all(self._failure)
+                    self._stopping.set()
+                self._dispatch(events)
+
+    def _run_commands(self) -> None:
+        """Run what has been asked. An idle engine waits here, briefly when a transfer may land any moment."""
+        try:
+            if self._engine.idle:
+                wait_s = _TRANSFER_WAIT_S if self._engine.awaits_transfer else _IDLE_WAIT_S
+                self._commands.get(timeout=wait_s)(time.monotonic())
+            else:
+                self._last_progress_s = time.monotonic()
+            while True:
+                self._commands.get_nowait()(time.monotonic())
+        except queue.Empty:
+            return
+
+    def _dispatch(self, events: list[EngineEvent]) -> None:
+        outputs: list[RequestOutput] = []
+        for event in events:
+            match event:
+                case Emitted(output):
+                    outputs.append(output)
+                case Granted(request_id, reservation):
+                    self._resolve(request_id, None, reservation)
+                case ContextDone(request_id, prefilled):
+                    self._resolve(request_id, None, prefilled)
+                case Refused(request_id, error):
+                    self._resolve(request_id, None, error)
+        if outputs and self._sink is not None:
+            self._sink(TokenFrame(tuple(outputs)))
+
+
+def _settle(future: Future[Any], answer: object) -> None:
+    """Give a future its answer unless its caller went away meanwhile."""
+    if not future.set_running_or_notify_cancel():
+        return
+    if isinstance(answer, BaseException):
+        future.set_exception(answer)
+    else:
+        future.set_result(answer)

@@ -1,0 +1,132 @@
+"""Runs forward passes: the only caller of the target and the drafter on a worker.
+
+One request's pass through it:
+
+    prefill_chunk [s, e)   target forward writes target KV of s..e-1; captured states become draft context of s..e-1
+    draft                  block query at start..start+block-1 over [context ; block]; its K/V is scratch
+    verify                 target forward over [anchor, drafts] at start..start+k; states extend the draft context
+
+with start = KV length = draft context length. Verify writes context rows of rejected drafts too: they lie beyond
+the context length, where the next block overwrites them, and a fixed number of rows is what a captured graph needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+import torch
+from torch import Tensor
+
+from drafter.attention import AttentionPlan, PagedAttention
+from drafter.dflash import DFlashDrafter
+from kvmanager.ids import SlotId
+from kvmanager.ledger import KvLedger
+from workers.faults import Fault
+from workers.models.decoder import Decoder
+from workers.sequence import Sequence
+
+
+class ModelRunner:
+    """Target and drafter over the two paged pools of one worker. `drafter` is None on a worker without drafting."""
+
+    def __init__(
+        self,
+        *,
+        decoder: Decoder,
+        target_attention: PagedAttention,
+        drafter: DFlashDrafter | None,
+        draft_attention: PagedAttention | None,
+        ledger: KvLedger,
+        device: torch.device,
+    ) -> None:
+        if (drafter is None) != (draft_attention is None) or (drafter is None) != (ledger.draft is None):
+            raise ValueError("a drafter, its attention and its draft ledger come together or not at all")
+        self._decoder = decoder
+        self._target_attention = target_attention
+        self._drafter = drafter
+        self._draft_attention = draft_attention
+        self._ledger = ledger
+        self._device = device
+        self.fault = Fault.NONE
+
+    @property
+    def max_draft_tokens(self) -> int:
+        return self._drafter.max_draft_tokens if self._drafter is not None else 0
+
+    def prefill_chunk(self, sequence: Sequence, start: int, end: int) -> Tensor | None:
+        """Compute prompt positions start..end-1. Returns the logits [1, V] of the first new token after the last chunk.
+
+        The caller commits the KV length `end` afterwards.
+        """
+        tokens_T = self._tokens(sequence.prompt_token_ids[start:end])
+        positions_T = torch.arange(start, end, device=self._device)
+        hidden_TH = self._forward([sequence], tokens_T, positions_T, [end - start], [end])
+        sequence.prompt_tokens_computed += end - start
+        if end < sequence.num_prompt_tokens:
+            return None
+        return self._decoder.logits(hidden_TH[-1:])
+
+    def draft(self, sequences: Items[Sequence], num_draft: int) -> Tensor:
+        """Draft logits [B, num_draft, V] for the next `num_draft` positions of each request."""
+        drafter, attention = self._drafter, self._draft_attention
+        if drafter is None or attention is None:
+            raise ValueError("this worker has no drafter")
+        block = drafter.block_size
+        starts = [self._ledger.length(s.request_id) for s in sequences]
+        plan = self._draft_plan(sequences, [block] * len(sequences), [start + block for start in starts])
+        anchors_B = self._tokens([s.last_token for s in sequences])
+        return drafter.propose(anchors_B, self._spans(starts, block), num_draft, attention, plan)
+
+    def verify(self, sequences: Items[Sequence], drafts_BK: Tensor) -> Tensor:
+        """Target logits [B, K+1, V] behind each request's newest token and its K draft tokens (K may be 0)."""
+        width = drafts_BK.shape[1] + 1
+        starts = [self._ledger.length(s.request_id) for s in sequences]
+        anchors_B1 = self._tokens([s.last_token for s in sequences]).unsqueeze(1)
+        tokens_T = torch.cat([anchors_B1, drafts_BK], dim=1).flatten()
+        hidden_TH = self._forward(
+            sequences, tokens_T, self._spans(starts, width), [width] * len(sequences), [s + width for s in starts]
+        )
+        return self._decoder.logits(hidden_TH).view(len(sequences), width, -1)
+
+    def _forward(
+        self,
+        sequences: Items[Sequence],
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        q_lens: list[int],
+        kv_lens: list[int],
+    ) -> Tensor:
+        """Target forward; with drafting, also appends the draft context of the same positions."""
+        drafting = sequences[0].drafting
+        drafter, attention = self._drafter, self._draft_attention
+        taps = drafter.tap_layer_ids if drafter is not None and drafting else ()
+        rows = self._rows(self._ledger.target.page_table, [self._ledger.slot(s.request_id) for s in sequences])
+        plan = self._target_attention.plan(rows, q_lens, kv_lens, causal=True)
+        output = self._decoder.forward(tokens_T, positions_T, self._target_attention, plan, taps)
+        if output.taps_TX is not None and drafter is not None and attention is not None:
+            draft_plan = self._draft_plan(sequences, q_lens, kv_lens)
+            drafter.append_context(output.taps_TX, positions_T, attention, draft_plan)
+        return output.hidden_TH
+
+    def _draft_plan(self, sequences: Items[Sequence], q_lens: list[int], kv_lens: list[int]) -> AttentionPlan:
+        draft = self._ledger.draft
+        if draft is None or self._draft_attention is None:
+            raise ValueError("this worker has no drafter")
+        slots = [draft.slot(s.request_id) for s in sequences]
+        if self.fault is Fault.DUMMY_SLOT:
+            slots = [self._ledger.dummy_slot] * len(sequences)
+        lens = [length - s.draft_origin for s, length in zip(sequences, kv_lens, strict=True)]
+        return self._draft_attention.plan(self._rows(draft.page_table, slots), q_lens, lens, causal=False)
+
+    def _rows(self, page_table: object, slots: list[SlotId]) -> Tensor:
+        """Page rows [B, max_pages] of the persistent table, copied: the ledger rewrites the table between steps."""
+        table = torch.from_numpy(page_table)
+        return table[torch.tensor(slots)].to(self._device)
+
+    def _tokens(self, ids: Items[int]) -> Tensor:
+        return torch.tensor(ids, dtype=torch.int64, device=self._device)
+
+    def _spans(self, starts: list[int], width: int) -> Tensor:
+        """Positions starts[b] .. starts[b]+width-1 of every request, flat [B*width]."""
+        starts_B1 = torch.tensor(starts, dtype=torch.int64, device=self._device).unsqueeze(1)
+        return (starts_B1 + torch.arange(width, device=self._device)).flatten()
