@@ -1,0 +1,173 @@
+"""A DFlash draft model: reads the target's hidden states, proposes a block of tokens in one forward pass.
+
+Life of a request, as the drafter sees it: after every target forward, `append_context` writes the keys and values of
+the newly committed tokens into the request's draft pages, so the draft context always ends where the target's KV ends.
+Then `propose` runs the block [anchor, mask, mask, ...] at positions start .. start + block_size - 1, where the anchor
+is the last token chosen and start its position. The block attends to the context and, not causally, to itself; its own
+keys and values are scratch that the next `append_context` and `propose` overwrite. Slot j >= 1 predicts the token at
+its own position; slot 0 holds the anchor and predicts nothing.
+
+The block always runs at full size, however few drafts are wanted: the model was trained on full blocks, and a shorter
+one would change the drafts that remain. Only the output head is cut to the slots asked for.
+
+Shapes: B requests, T tokens flat over requests, S block_size, K num_draft, H draft hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from drafter.attention import AttentionPlan, PagedAttention
+from drafter.config import DFlashConfig
+from drafter.context import ContextProjection
+from drafter.layers import RotaryTable, Rotation, rms_norm, rotate, swiglu
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLayerWeights:
+    """One layer, in the fused form the block runs: rows of `qkv` are q, k, v; rows of `gate_up` are gate, up."""
+
+    input_norm_H: Tensor
+    qkv: Tensor
+    q_norm_D: Tensor
+    k_norm_D: Tensor
+    o: Tensor
+    post_norm_H: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DraftWeights:
+    """A whole drafter; embedding and output head are the target's own tensors, shared, not copied."""
+
+    fc_HX: Tensor
+    hidden_norm_H: Tensor
+    norm_H: Tensor
+    layers: Sequence[DraftLayerWeights]
+    embed_VH: Tensor
+    lm_head_VH: Tensor
+
+
+class DFlashDrafter:
+    """A loaded drafter. Holds weights only; keys and values live in the pool that the caller's attention is bound to."""
+
+    def __init__(self, config: DFlashConfig, weights: DraftWeights) -> None:
+        self.config = config
+        self._weights = weights
+        self._rotary = RotaryTable(
+            config.rope, config.head_dim, weights.embed_VH.dtype, weights.embed_VH.device
+        )
+        q_rows = config.num_heads * config.head_dim
+        kv_rows = config.num_kv_heads * config.head_dim
+        self._head_split = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        self._context = ContextProjection(
+            fc_HX=weights.fc_HX,
+            hidden_norm_H=weights.hidden_norm_H,
+            k_proj_LMH=torch.stack([layer.qkv[q_rows : q_rows + kv_rows] for layer in weights.layers]),
+            v_proj_LMH=torch.stack([layer.qkv[q_rows + kv_rows :] for layer in weights.layers]),
+            k_norm_LD=torch.stack([layer.k_norm_D for layer in weights.layers]),
+            eps=config.rms_norm_eps,
+            rotary=self._rotary,
+        )
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.num_layers
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.config.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.config.head_dim
+
+    @property
+    def block_size(self) -> int:
+        return self.config.block_size
+
+    @property
+    def max_draft_tokens(self) -> int:
+        return self.config.max_draft_tokens
+
+    @property
+    def tap_layer_ids(self) -> tuple[int, ...]:
+        return self.config.tap_layer_ids
+
+    @torch.inference_mode()
+    def append_context(
+        self, taps_TX: Tensor, positions_T: Tensor, attention: PagedAttention, plan: AttentionPlan
+    ) -> None:
+        """Write every draft layer's keys and values for T committed tokens.
+
+        taps_TX: the target's tapped hidden states, concatenated in the order of `tap_layer_ids`.
+        plan: the T tokens, by request, as the last q_lens[b] of kv_lens[b] positions.
+        """
+        keys_LTND, values_LTND = self._context.project(taps_TX, positions_T)
+        for layer in range(self.num_layers):
+            attention.write(layer, keys_LTND[layer], values_LTND[layer], plan)
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        anchor_ids_B: Tensor,
+        positions_T: Tensor,
+        num_draft: int,
+        attention: PagedAttention,
+        plan: AttentionPlan,
+    ) -> Tensor:
+        """Draft logits [B, K, V] for the K = num_draft positions that follow each anchor.
+
+        anchor_ids_B: each request's last chosen token. positions_T: positions of all block slots, request by request
+        (B·block_size of them, any shape). plan: q_lens = [block_size]*B, kv_lens = start + block_size, causal=False.
+        Raises ValueError when num_draft is not in 1 .. max_draft_tokens.
+        """
+        if not 1 <= num_draft <= self.max_draft_tokens:
+            raise ValueError(
+                f"num_draft {num_draft} is outside 1 .. max_draft_tokens = {self.max_draft_tokens}"
+            )
+        num_requests = anchor_ids_B.shape[0]
+        block_BS = anchor_ids_B.new_full((num_requests, self.block_size), self.config.mask_token_id)
+        block_BS[:, 0] = anchor_ids_B
+        hidden_TH = F.embedding(block_BS.view(-1), self._weights.embed_VH)
+        rotation = self._rotary.at(positions_T.reshape(-1))
+        last = self.num_layers - 1
+        for index, layer in enumerate(self._weights.layers):
+            attended_TM = self._attend(index, layer, hidden_TH, rotation, attention, plan)
+            if index == last:  # past the last attention, slots that are not asked for matter to nobody
+                attended_TM = self._wanted(attended_TM, num_draft)
+                hidden_TH = self._wanted(hidden_TH, num_draft)
+            hidden_TH = hidden_TH + F.linear(attended_TM, layer.o)
+            normed_TH = rms_norm(hidden_TH, layer.post_norm_H, self.config.rms_norm_eps)
+            hidden_TH = hidden_TH + F.linear(swiglu(F.linear(normed_TH, layer.gate_up)), layer.down)
+        final = rms_norm(hidden_TH, self._weights.norm_H, self.config.rms_norm_eps)
+        return F.linear(final, self._weights.lm_head_VH).view(num_requests, num_draft, -1)
+
+    def _attend(
+        self,
+        index: int,
+        layer: DraftLayerWeights,
+        hidden_TH: Tensor,
+        rotation: Rotation,
+        attention: PagedAttention,
+        plan: AttentionPlan,
+    ) -> Tensor:
+        """Attention of one layer over context and block, [T, heads·D], before the output projection."""
+        eps = self.config.rms_norm_eps
+        num_tokens = hidden_TH.shape[0]
+        qkv = F.linear(rms_norm(hidden_TH, layer.input_norm_H, eps), layer.qkv)
+        q, k, v = qkv.view(num_tokens, -1, self.head_dim).split(self._head_split, dim=1)
+        attention.write(index, rotate(rms_norm(k, layer.k_norm_D, eps), rotation), v, plan)
+        attended = attention.attend(index, rotate(rms_norm(q, layer.q_norm_D, eps), rotation), plan)
+        return attended.reshape(num_tokens, -1)
+
+    def _wanted(self, rows_TH: Tensor, num_draft: int) -> Tensor:
+        """Rows of slots 1 .. num_draft of every block, [B·K, ...]."""
+        blocks = rows_TH.view(-1, self.block_size, rows_TH.shape[-1])
+        return blocks[:, 1 : num_draft + 1].reshape(-1, rows_TH.shape[-1])
