@@ -1,0 +1,154 @@
+"""From a memory budget to page counts: the budget bounds everything, target and draft together.
+
+A request has as many positions in the draft pool as in the target pool, so both pools are cut for the same number of
+tokens. What the memory holds is affine in that number:
+
+    bytes(tokens) = slope x tokens + intercept
+    slope         = bytes per token of target + bytes per token of draft
+    intercept     = the dummy page of each pool + both page tables + staging
+
+The drafter is sized by the runtime `max_seq_len`, as the target is, and there is no dense arena.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvmanager.errors import BudgetInfeasible, InvalidCount
+from kvmanager.layout import KvGeometry
+from kvmanager.manager import BatchLimits
+
+TABLE_ENTRY_BYTES = 4  # int32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvDemand:
+    """What is to be served. `staging_bytes`: transfer buffers and the like that live in the same budget."""
+
+    target: KvGeometry
+    draft: KvGeometry | None
+    limits: BatchLimits
+    staging_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.staging_bytes < 0:
+            raise InvalidCount("staging_bytes", self.staging_bytes, 0)
+
+    @property
+    def geometries(self) -> tuple[KvGeometry, ...]:
+        return (self.target,) if self.draft is None else (self.target, self.draft)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """The slope: KV bytes of one position, target and draft together."""
+        return sum(geometry.bytes_per_token for geometry in self.geometries)
+
+    @property
+    def table_bytes(self) -> int:
+        """Both page tables, the dummy row included."""
+        rows = self.limits.max_batch + 1
+        return sum(
+            rows * geometry.pages_for(self.limits.max_positions) * TABLE_ENTRY_BYTES for geometry in self.geometries
+        )
+
+    @property
+    def fixed_bytes(self) -> int:
+        """The intercept: what is spent before the first token."""
+        return sum(geometry.page_bytes for geometry in self.geometries) + self.table_bytes + self.staging_bytes
+
+    @property
+    def least_bytes(self) -> int:
+        """The smallest budget that starts: one request of max_seq_len, look-ahead included, in both pools."""
+        return self.fixed_bytes + sum(
+            geometry.pages_for(self.limits.max_positions) * geometry.page_bytes for geometry in self.geometries
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagePlan:
+    """Page counts for `KvLedger`, dummy pages included, and what they cost. `num_tokens` fit in both pools at once."""
+
+    num_target_pages: int
+    num_draft_pages: int
+    num_tokens: int
+    target_bytes: int
+    draft_bytes: int
+    table_bytes: int
+    staging_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.target_bytes + self.draft_bytes + self.table_bytes + self.staging_bytes
+
+
+def plan_from_memory(demand: KvDemand, budget_bytes: int) -> PagePlan:
+    """Cut `budget_bytes` into both pools, tables and staging. BudgetInfeasible says what is short by how much."""
+    if budget_bytes < demand.least_bytes:
+        raise BudgetInfeasible(
+            f"the KV budget is {budget_bytes} B, but one request of max_seq_len {demand.limits.max_seq_len} "
+            f"(+ {demand.limits.lookahead} look-ahead) needs {demand.least_bytes} B: {_account(demand)}; "
+            f"{_what_would_fit(demand, budget_bytes)}"
+        )
+    num_tokens = (budget_bytes - demand.fixed_bytes) // demand.bytes_per_token
+    # Page sizes may differ, and rounding down costs each pool less than a page. A request of max_seq_len rounds up in
+    # each pool; the floor below keeps its pages, and `least_bytes` has made sure of them.
+    target_pages, draft_pages = _whole_pages(demand, num_tokens)
+    spare = budget_bytes - demand.fixed_bytes
+    least_target = demand.target.pages_for(demand.limits.max_positions)
+    if demand.draft is None:
+        return plan_from_pages(demand, num_target_pages=target_pages + 1, num_draft_pages=0)
+    least_draft = demand.draft.pages_for(demand.limits.max_positions)
+    if target_pages < least_target:
+        target_pages = least_target
+        draft_pages = (spare - target_pages * demand.target.page_bytes) // demand.draft.page_bytes
+    elif draft_pages < least_draft:
+        draft_pages = least_draft
+        target_pages = (spare - draft_pages * demand.draft.page_bytes) // demand.target.page_bytes
+    return plan_from_pages(demand, num_target_pages=target_pages + 1, num_draft_pages=draft_pages + 1)
+
+
+def plan_from_pages(demand: KvDemand, *, num_target_pages: int, num_draft_pages: int) -> PagePlan:
+    """Price explicit page counts, dummy pages included, and refuse those that hold no request of max_seq_len."""
+    positions = demand.limits.max_positions
+    counts = [("target", demand.target, num_target_pages)]
+    if demand.draft is not None:
+        counts.append(("draft", demand.draft, num_draft_pages))
+    elif num_draft_pages:
+        raise BudgetInfeasible(f"{num_draft_pages} draft pages were asked for, but there is no drafter")
+    for name, geometry, num_pages in counts:
+        need = geometry.pages_for(positions) + 1
+        if num_pages < need:
+            raise BudgetInfeasible(
+                f"{num_pages} {name} pages of {geometry.page_size} tokens were asked for, but max_seq_len "
+                f"{demand.limits.max_seq_len} (+ {demand.limits.lookahead} look-ahead) needs {need}, the dummy page included"
+            )
+    return PagePlan(
+        num_target_pages=num_target_pages,
+        num_draft_pages=num_draft_pages,
+        num_tokens=min((num_pages - 1) * geometry.page_size for _, geometry, num_pages in counts),
+        target_bytes=num_target_pages * demand.target.page_bytes,
+        draft_bytes=num_draft_pages * demand.draft.page_bytes if demand.draft is not None else 0,
+        table_bytes=demand.table_bytes,
+        staging_bytes=demand.staging_bytes,
+    )
+
+
+def _whole_pages(demand: KvDemand, num_tokens: int) -> tuple[int, int]:
+    draft = num_tokens // demand.draft.page_size if demand.draft is not None else 0
+    return num_tokens // demand.target.page_size, draft
+
+
+def _account(demand: KvDemand) -> str:
+    draft = demand.draft.bytes_per_token if demand.draft is not None else 0
+    dummies = demand.fixed_bytes - demand.table_bytes - demand.staging_bytes
+    return (
+        f"{demand.target.bytes_per_token} B per token for the target, {draft} for the drafter, "
+        f"{dummies} B of dummy pages, {demand.table_bytes} B of tables, {demand.staging_bytes} B of staging"
+    )
+
+
+def _what_would_fit(demand: KvDemand, budget_bytes: int) -> str:
+    fits = (budget_bytes - demand.fixed_bytes) // demand.bytes_per_token - demand.limits.lookahead
+    if fits < 1:
+        return "not even a short request fits"
+    return f"a max_seq_len of about {fits} would fit"

@@ -1,0 +1,208 @@
+"""One model's KV books: its pool, its page table, and each request's pages and length.
+
+Life of a request here: bound (pages taken, row filled) -> length committed step by step -> perhaps leased to a
+transfer -> slot released -> freed. The pages return to the pool when the request and every transfer have let go.
+
+The target's manager chooses slots. The drafter's manager has a pool and pages of its own but mirrors every slot: a
+request has the same slot in both, always.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvmanager.errors import (
+    CommitRefused,
+    InvalidCount,
+    LedgerCorrupt,
+    PoolExhausted,
+    RequestExists,
+    SlotReleased,
+    SlotsExhausted,
+    TooLong,
+    UnknownRequest,
+)
+from kvmanager.ids import PageId, RequestId, RequestOwner, SlotId, TransferId, TransferOwner
+from kvmanager.layout import KvGeometry
+from kvmanager.pool import PagePool
+from kvmanager.slots import PageTable, SlotTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLimits:
+    """What both managers agree on. `lookahead`: positions beyond a request's tokens that drafting may write to."""
+
+    max_batch: int
+    max_seq_len: int
+    lookahead: int
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_batch", 1), ("max_seq_len", 1), ("lookahead", 0)):
+            if getattr(self, name) < least:
+                raise InvalidCount(name, getattr(self, name), least)
+
+    @property
+    def max_positions(self) -> int:
+        """Positions that one slot's row must be able to address."""
+        return self.max_seq_len + self.lookahead
+
+
+@dataclass(slots=True)
+class _Held:
+    """What one request holds. `length` positions are written and final; `capacity` positions are reserved."""
+
+    pages: tuple[PageId, ...]
+    length: int
+    capacity: int
+
+
+class KvManager:
+    """Pages and rows of one model. Holds the rules that are the same for target and drafter."""
+
+    def __init__(self, geometry: KvGeometry, num_pages: int, limits: BatchLimits, name: str) -> None:
+        self.geometry = geometry
+        self.limits = limits
+        self.name = name
+        self.pool = PagePool(num_pages, name)
+        self.slots = SlotTable(limits.max_batch, geometry.pages_for(limits.max_positions))
+        self._held: dict[RequestId, _Held] = {}
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool, the dummy page included: dim 0 of the storage tensor."""
+        return self.pool.num_pages
+
+    @property
+    def page_table(self) -> PageTable:
+        """int32 [max_batch + 1, max_pages_per_slot]; row `max_batch` is the dummy slot. Read, never write."""
+        return self.slots.table
+
+    def num_pages_for(self, num_tokens: int) -> int:
+        """Pages that a reservation of `num_tokens` takes, look-ahead included."""
+        return self.geometry.pages_for(num_tokens + self.limits.lookahead)
+
+    def can_ever_fit(self, num_tokens: int) -> None:
+        """Raise TooLong when this pool could not hold the request even if it were empty."""
+        need = self.num_pages_for(num_tokens)
+        if need > self.pool.num_usable:
+            raise TooLong(num_tokens, need, self.pool.num_usable, f"the size of the {self.name} pool", "pages")
+
+    def can_take(self, request: RequestId, num_tokens: int) -> None:
+        """Raise what a binding of the request would raise now, and change nothing."""
+        if request in self._held:
+            raise RequestExists(request)
+        if not self.slots.num_free:
+            raise SlotsExhausted(self.limits.max_batch)
+        need = self.num_pages_for(num_tokens)
+        if need > self.pool.num_free:
+            raise PoolExhausted(need=need, free=self.pool.num_free, pool=self.name)
+
+    def slot(self, request: RequestId) -> SlotId:
+        """The request's slot. SlotReleased when it gave it back, UnknownRequest for a stranger."""
+        try:
+            return self.slots.slot(request)
+        except UnknownRequest:
+            if request in self._held:
+                raise SlotReleased(request) from None
+            raise
+
+    def pages(self, request: RequestId) -> tuple[PageId, ...]:
+        """The request's pages in position order, with or without a slot."""
+        return self._of(request).pages
+
+    def length(self, request: RequestId) -> int:
+        """Positions 0 .. length - 1 are written and final."""
+        return self._of(request).length
+
+    def can_commit(self, request: RequestId, length: int) -> None:
+        """Raise what `commit` would raise, and change nothing."""
+        held = self._of(request)
+        if not held.length <= length <= held.capacity:
+            raise CommitRefused(request, length, held.length, held.capacity)
+        self.slot(request)
+
+    def commit(self, request: RequestId, length: int) -> None:
+        self.can_commit(request, length)
+        self._held[request].length = length
+
+    def lease(self, request: RequestId, transfer: TransferId) -> None:
+        """Make the transfer a further owner of all pages of the request."""
+        self.pool.share(self._of(request).pages, TransferOwner(transfer))
+
+    def end_lease(self, transfer: TransferId) -> None:
+        self.pool.release(TransferOwner(transfer))
+
+    def release_index_slot(self, request: RequestId) -> None:
+        """Free the row, keep the pages. Idempotent; a stranger changes nothing."""
+        self.slots.release_index_slot(request)
+
+    def free(self, request: RequestId) -> None:
+        """Free the row and end the request's ownership of its pages. Idempotent; a stranger changes nothing."""
+        self.slots.release_index_slot(request)
+        self._held.pop(request, None)
+        self.pool.release(RequestOwner(request))
+
+    def lengths(self) -> dict[RequestId, int]:
+        """A copy of every request's length."""
+        return {request: held.length for request, held in self._held.items()}
+
+    def _of(self, request: RequestId) -> _Held:
+        held = self._held.get(request)
+        if held is None:
+            raise UnknownRequest(request)
+        return held
+
+    def _take_pages(self, request: RequestId, num_tokens: int) -> tuple[PageId, ...]:
+        pages = tuple(self.pool.take(self.num_pages_for(num_tokens), RequestOwner(request)))
+        self._held[request] = _Held(pages=pages, length=0, capacity=num_tokens + self.limits.lookahead)
+        return pages
+
+    def check(self) -> None:
+        """Raise LedgerCorrupt unless pool, table and requests tell the same story."""
+        self.pool.check()
+        self.slots.check()
+        for request, held in self._held.items():
+            if self.pool.pages_of(RequestOwner(request)) != held.pages:
+                raise LedgerCorrupt(f"request {request!r} and the {self.name} pool disagree on its pages")
+            if not 0 <= held.length <= held.capacity <= len(held.pages) * self.geometry.page_size:
+                raise LedgerCorrupt(f"request {request!r} has length {held.length} in {len(held.pages)} pages")
+        for owner in self.pool.owners():
+            if isinstance(owner, RequestOwner) and owner.request not in self._held:
+                raise LedgerCorrupt(f"the {self.name} pool still counts the pages of freed request {owner.request!r}")
+        for request, slot in self.slots.assignments().items():
+            if request not in self._held:
+                raise LedgerCorrupt(f"slot {slot} of the {self.name} manager is bound to freed request {request!r}")
+            if self.slots.row(slot) != self._held[request].pages:
+                raise LedgerCorrupt(f"slot {slot} of the {self.name} manager shows other pages than {request!r} holds")
+
+
+class TargetKvManager(KvManager):
+    """The target model's manager: it chooses each request's slot."""
+
+    def __init__(self, geometry: KvGeometry, num_pages: int, limits: BatchLimits) -> None:
+        super().__init__(geometry, num_pages, limits, "target")
+
+    def bind(self, request: RequestId, num_tokens: int) -> SlotId:
+        """Take pages and a slot. The ledger has asked `can_take` of every manager before."""
+        return self.slots.assign(request, self._take_pages(request, num_tokens))
+
+
+class DraftKvManager(KvManager):
+    """The drafter's manager: pool and pages of its own, slots and lengths mirrored from the target's manager."""
+
+    def __init__(self, geometry: KvGeometry, num_pages: int, limits: BatchLimits, mirrors: TargetKvManager) -> None:
+        super().__init__(geometry, num_pages, limits, "draft")
+        self._target = mirrors
+
+    def bind(self, request: RequestId, num_tokens: int) -> SlotId:
+        """Take pages, and the slot that the target's manager gave the request."""
+        slot = self._target.slot(request)
+        self.slots.assign_slot(request, slot, self._take_pages(request, num_tokens))
+        return slot
+
+    def check(self) -> None:
+        super().check()
+        if self.slots.assignments() != self._target.slots.assignments():
+            raise LedgerCorrupt("target and draft managers disagree on the slots of their requests")
+        if self.lengths() != self._target.lengths():
+            raise LedgerCorrupt("a request's draft context length differs from its target KV length")
