@@ -1,7 +1,7 @@
 """From a memory budget to page counts: the budget bounds everything, target and draft together.
 
-A request has as many positions in the draft pool as in the target pool, so both pools are cut for the same number of
-tokens. What the memory holds is affine in that number:
+A request has as many positions in the draft pool as in the target pool, so both pools are cut for the same
+number of tokens. What the memory holds is affine in that number:
 
     bytes(tokens) = slope x tokens + intercept
     slope         = bytes per token of target + bytes per token of draft
@@ -12,7 +12,8 @@ The drafter is sized by the runtime `max_seq_len`, as the target is, and there i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from dataclasses import dataclass, replace
 
 from kvmanager.errors import BudgetInfeasible, InvalidCount
 from kvmanager.layout import KvGeometry
@@ -48,25 +49,32 @@ class KvDemand:
         """Both page tables, the dummy row included."""
         rows = self.limits.max_batch + 1
         return sum(
-            rows * geometry.pages_for(self.limits.max_positions) * TABLE_ENTRY_BYTES for geometry in self.geometries
+            rows * geometry.pages_for(self.limits.max_positions) * TABLE_ENTRY_BYTES
+            for geometry in self.geometries
         )
 
     @property
     def fixed_bytes(self) -> int:
         """The intercept: what is spent before the first token."""
-        return sum(geometry.page_bytes for geometry in self.geometries) + self.table_bytes + self.staging_bytes
+        return (
+            sum(geometry.page_bytes for geometry in self.geometries) + self.table_bytes + self.staging_bytes
+        )
 
     @property
     def least_bytes(self) -> int:
         """The smallest budget that starts: one request of max_seq_len, look-ahead included, in both pools."""
         return self.fixed_bytes + sum(
-            geometry.pages_for(self.limits.max_positions) * geometry.page_bytes for geometry in self.geometries
+            geometry.pages_for(self.limits.max_positions) * geometry.page_bytes
+            for geometry in self.geometries
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagePlan:
-    """Page counts for `KvLedger`, dummy pages included, and what they cost. `num_tokens` fit in both pools at once."""
+    """Page counts for `KvLedger`, dummy pages included, and what they cost.
+
+    `num_tokens` fit in both pools at once.
+    """
 
     num_target_pages: int
     num_draft_pages: int
@@ -82,7 +90,10 @@ class PagePlan:
 
 
 def plan_from_memory(demand: KvDemand, budget_bytes: int) -> PagePlan:
-    """Cut `budget_bytes` into both pools, tables and staging. BudgetInfeasible says what is short by how much."""
+    """Cut `budget_bytes` into both pools, tables and staging.
+
+    BudgetInfeasible says what is short by how much.
+    """
     if budget_bytes < demand.least_bytes:
         raise BudgetInfeasible(
             f"the KV budget is {budget_bytes} B, but one request of max_seq_len {demand.limits.max_seq_len} "
@@ -90,13 +101,14 @@ def plan_from_memory(demand: KvDemand, budget_bytes: int) -> PagePlan:
             f"{_what_would_fit(demand, budget_bytes)}"
         )
     num_tokens = (budget_bytes - demand.fixed_bytes) // demand.bytes_per_token
-    # Page sizes may differ, and rounding down costs each pool less than a page. A request of max_seq_len rounds up in
-    # each pool; the floor below keeps its pages, and `least_bytes` has made sure of them.
-    target_pages, draft_pages = _whole_pages(demand, num_tokens)
-    spare = budget_bytes - demand.fixed_bytes
-    least_target = demand.target.pages_for(demand.limits.max_positions)
+    target_pages = num_tokens // demand.target.page_size
     if demand.draft is None:
         return plan_from_pages(demand, num_target_pages=target_pages + 1, num_draft_pages=0)
+    draft_pages = num_tokens // demand.draft.page_size
+    # Rounding down to whole pages may cost a pool the last page of the one request that must fit. The check of
+    # `least_bytes` has shown that both pools can have theirs, so the short one gets it from the other.
+    spare = budget_bytes - demand.fixed_bytes
+    least_target = demand.target.pages_for(demand.limits.max_positions)
     least_draft = demand.draft.pages_for(demand.limits.max_positions)
     if target_pages < least_target:
         target_pages = least_target
@@ -108,7 +120,10 @@ def plan_from_memory(demand: KvDemand, budget_bytes: int) -> PagePlan:
 
 
 def plan_from_pages(demand: KvDemand, *, num_target_pages: int, num_draft_pages: int) -> PagePlan:
-    """Price explicit page counts, dummy pages included, and refuse those that hold no request of max_seq_len."""
+    """Price explicit page counts, dummy pages included.
+
+    BudgetInfeasible for counts that do not hold one request of max_seq_len.
+    """
     positions = demand.limits.max_positions
     counts = [("target", demand.target, num_target_pages)]
     if demand.draft is not None:
@@ -120,7 +135,8 @@ def plan_from_pages(demand: KvDemand, *, num_target_pages: int, num_draft_pages:
         if num_pages < need:
             raise BudgetInfeasible(
                 f"{num_pages} {name} pages of {geometry.page_size} tokens were asked for, but max_seq_len "
-                f"{demand.limits.max_seq_len} (+ {demand.limits.lookahead} look-ahead) needs {need}, the dummy page included"
+                f"{demand.limits.max_seq_len} (+ {demand.limits.lookahead} look-ahead) needs {need}, "
+                "the dummy page included"
             )
     return PagePlan(
         num_target_pages=num_target_pages,
@@ -133,11 +149,6 @@ def plan_from_pages(demand: KvDemand, *, num_target_pages: int, num_draft_pages:
     )
 
 
-def _whole_pages(demand: KvDemand, num_tokens: int) -> tuple[int, int]:
-    draft = num_tokens // demand.draft.page_size if demand.draft is not None else 0
-    return num_tokens // demand.target.page_size, draft
-
-
 def _account(demand: KvDemand) -> str:
     draft = demand.draft.bytes_per_token if demand.draft is not None else 0
     dummies = demand.fixed_bytes - demand.table_bytes - demand.staging_bytes
@@ -148,7 +159,11 @@ def _account(demand: KvDemand) -> str:
 
 
 def _what_would_fit(demand: KvDemand, budget_bytes: int) -> str:
-    fits = (budget_bytes - demand.fixed_bytes) // demand.bytes_per_token - demand.limits.lookahead
-    if fits < 1:
-        return "not even a short request fits"
-    return f"a max_seq_len of about {fits} would fit"
+    """The largest max_seq_len that this budget would start with; `least_bytes` only grows with it."""
+
+    def too_dear(max_seq_len: int) -> bool:
+        limits = replace(demand.limits, max_seq_len=max_seq_len)
+        return replace(demand, limits=limits).least_bytes > budget_bytes
+
+    fits = bisect_left(range(1, demand.limits.max_seq_len), True, key=too_dear)
+    return f"max_seq_len {fits} would fit" if fits else "not even max_seq_len 1 would fit"

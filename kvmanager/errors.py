@@ -90,7 +90,10 @@ class RequestExists(RequestError):
 
 
 class DummySlotError(RequestError):
-    """A live request was about to be mapped to the dummy slot or to its page. Always a bug, never a fallback."""
+    """A live request was about to be mapped to the dummy slot or to its page.
+
+    Always a bug, never a fallback.
+    """
 
     def __str__(self) -> str:
         return f"request {self.request!r} must not map to the dummy slot, which exists for padding rows only"
@@ -119,6 +122,17 @@ class CommitRefused(KvError):
             f"request {self.request!r} cannot commit length {self.length}: "
             f"it has {self.low} and reserved {self.high} positions, look-ahead included"
         )
+
+
+class RowTooShort(KvError):
+    """More pages than a row of the page table has entries: the table was sized for shorter requests."""
+
+    def __init__(self, request: RequestId, need: int, width: int) -> None:
+        super().__init__(request, need, width)
+        self.request, self.need, self.width = request, need, width
+
+    def __str__(self) -> str:
+        return f"request {self.request!r} has {self.need} pages, a row of the page table holds {self.width}"
 
 
 class PageNotInUse(KvError):

@@ -4,7 +4,8 @@ A page is `page_size` token positions of all layers, contiguous in memory, in th
 
     [layer, K|V, kv_head, position in page, head_dim]        ("layer-interleaved, HND")
 
-and a pool is [num_pages, *page]. One page is therefore one descriptor of a transfer, and adjacent pages are one run.
+and a pool is [num_pages, *page]. One page is therefore one descriptor of a transfer, and adjacent pages are
+one run.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from kvmanager.errors import InvalidCount
 
 @dataclass(frozen=True, slots=True)
 class KvGeometry:
-    """Sizes of one model's KV on one rank. `num_kv_heads` counts this rank's heads; `element_bytes` is the dtype's size."""
+    """Sizes of one model's KV on one rank.
+
+    `num_kv_heads` counts this rank's heads; `element_bytes` is the dtype's size.
+    """
 
     num_layers: int
     num_kv_heads: int

@@ -1,9 +1,9 @@
 """Timed pins: which transfers hold pages, and until when.
 
-Life of a lease: taken with a deadline -> renewed while its transfer makes progress -> ended when the transfer is
-terminal. When the deadline passes first, `expire` names the lease once. An expired lease still pins: a write may be
-posted against its pages, so whoever owns the transfer aborts it and ends the lease when the transfer is terminal.
-Only `end` lets pages go.
+Life of a lease: taken with a deadline -> renewed while its transfer makes progress -> ended when the transfer
+is terminal. When the deadline passes first, `expire` names the lease once. An expired lease still pins: a
+write may be posted against its pages, so whoever owns the transfer aborts it and ends the lease when the
+transfer is terminal. Only `end` lets pages go.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class LeaseBook:
     def __init__(self) -> None:
         self._deadline_s: dict[TransferId, float] = {}
         self._expired: set[TransferId] = set()
-        self._earliest_s = NO_DEADLINE  # no unexpired lease ends before this, so most calls of `expire` look at nothing
+        # No unexpired lease ends before this, so most calls of `expire` look at nothing.
+        self._earliest_s = NO_DEADLINE
 
     def __len__(self) -> int:
         """Leases that pin, expired ones included."""

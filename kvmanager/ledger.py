@@ -1,8 +1,9 @@
 """The one object that engines talk to: target manager and draft manager, moved together.
 
-Life of a request: `reserve` binds one slot in both managers and takes pages for all its tokens and the look-ahead ->
-`commit` sets both lengths -> on a context worker, `lease` makes the transfer a co-owner and `release_index_slot`
-frees the row -> `free` -> `end_lease` when the transfer is terminal. A call that raises leaves nothing behind.
+Life of a request: `reserve` binds one slot in both managers and takes pages for all its tokens and the
+look-ahead -> `commit` sets both lengths -> on a context worker, `lease` makes the transfer a co-owner and
+`release_index_slot` frees the row -> `free` -> `end_lease` when the transfer is terminal. A call that raises
+leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -52,7 +53,10 @@ class LedgerUsage:
 
 
 class KvLedger:
-    """Target manager + mirrored draft manager. Page 0 of each pool is the dummy slot's and is never handed out."""
+    """Target manager + mirrored draft manager.
+
+    Page 0 of each pool is the dummy slot's and is never handed out.
+    """
 
     def __init__(
         self,
@@ -74,11 +78,16 @@ class KvLedger:
         elif num_draft_pages:
             raise ValueError(f"{num_draft_pages} draft pages were asked for, but there is no drafter")
         self.dummy_slot = SlotId(max_batch)
-        self._managers: tuple[KvManager, ...] = (self.target,) if self.draft is None else (self.target, self.draft)
+        self._managers: tuple[KvManager, ...] = (
+            (self.target,) if self.draft is None else (self.target, self.draft)
+        )
         self._leases = LeaseBook()
 
     def can_ever_fit(self, num_tokens: int) -> None:
-        """Raise TooLong, naming the limit, for a request that no amount of waiting lets in. Look-ahead included."""
+        """Raise TooLong, naming the limit, for a request that no amount of waiting lets in.
+
+        Look-ahead included.
+        """
         if num_tokens < 1:
             raise InvalidCount("num_tokens", num_tokens, 1)
         if num_tokens > self.limits.max_seq_len:
@@ -89,7 +98,8 @@ class KvLedger:
     def reserve(self, request: RequestId, num_tokens: int) -> SlotId:
         """Bind the same slot in both managers and take pages for `num_tokens` + look-ahead positions.
 
-        Raises TooLong when it can never fit, SlotsExhausted or PoolExhausted when it does not fit now, RequestExists.
+        Raises TooLong when it can never fit, SlotsExhausted or PoolExhausted when it does not fit now,
+        RequestExists.
         """
         self.can_ever_fit(num_tokens)
         for manager in self._managers:
@@ -105,7 +115,7 @@ class KvLedger:
 
     @contextmanager
     def reserving(self, request: RequestId, num_tokens: int) -> Iterator[SlotId]:
-        """Reserve for a block of code that may fail: on any exception, cancellation included, all is given back."""
+        """Reserve for a block of code that may fail: any exception, cancellation included, gives all back."""
         slot = self.reserve(request, num_tokens)
         try:
             yield slot
@@ -114,31 +124,38 @@ class KvLedger:
             raise
 
     def slot(self, request: RequestId) -> SlotId:
-        """The request's slot in both managers, never the dummy slot. UnknownRequest; SlotReleased if it gave it back."""
+        """The request's slot in both managers, never the dummy slot.
+
+        Raises UnknownRequest, and SlotReleased for a request that gave its slot back.
+        """
         return self.target.slot(request)
 
     def pages(self, request: RequestId) -> RequestPages:
-        """The request's pages, with or without a slot. UnknownRequest."""
+        """The request's pages, with or without a slot. Raises UnknownRequest."""
         return RequestPages(
-            target=self.target.pages(request), draft=self.draft.pages(request) if self.draft is not None else ()
+            target=self.target.pages(request),
+            draft=self.draft.pages(request) if self.draft is not None else (),
         )
 
     def commit(self, request: RequestId, length: int) -> None:
         """Declare positions 0 .. length - 1 written and final, for target and drafter at once.
 
-        Raises UnknownRequest, SlotReleased, and CommitRefused for a length that shrinks or passes what was reserved.
+        Raises UnknownRequest, SlotReleased, and CommitRefused for a length that shrinks or passes what was
+        reserved.
         """
-        for manager in self._managers:
-            manager.can_commit(request, length)
+        # The managers agree on capacity, length and slot: what the first lets pass, the second does too.
         for manager in self._managers:
             manager.commit(request, length)
 
     def length(self, request: RequestId) -> int:
-        """KV length of the target, equal to the draft context length. UnknownRequest."""
+        """KV length of the target, equal to the draft context length. Raises UnknownRequest."""
         return self.target.length(request)
 
     def lease(self, request: RequestId, transfer: TransferId, deadline_s: float = NO_DEADLINE) -> None:
-        """Make the transfer a co-owner of all the request's pages until `end_lease`. UnknownRequest, LeaseExists."""
+        """Make the transfer a co-owner of all the request's pages until `end_lease`.
+
+        `deadline_s` is on the clock that `expire_leases` is called with. Raises UnknownRequest, LeaseExists.
+        """
         self.target.pages(request)
         if transfer in self._leases:
             raise LeaseExists(transfer)
@@ -155,7 +172,10 @@ class KvLedger:
         self._leases.renew(transfer, deadline_s)
 
     def expire_leases(self, now_s: float) -> list[TransferId]:
-        """Transfers whose lease ran out since the last call. Abort each; its pages stay pinned until `end_lease`."""
+        """Transfers whose lease ran out since the last call.
+
+        Abort each; its pages stay pinned until `end_lease`.
+        """
         return self._leases.expire(now_s)
 
     def end_lease(self, transfer: TransferId) -> None:
@@ -170,14 +190,17 @@ class KvLedger:
             manager.release_index_slot(request)
 
     def free(self, request: RequestId) -> None:
-        """Free slot and pages of the request in both managers, once. Idempotent; a stranger changes nothing."""
+        """Free slot and pages of the request in both managers, once.
+
+        Idempotent; a stranger changes nothing.
+        """
         for manager in self._managers:
             manager.free(request)
 
     def usage(self) -> LedgerUsage:
         draft = self.draft
         return LedgerUsage(
-            requests=len(self.target.lengths()),
+            requests=self.target.num_requests,
             slots_in_use=self.target.slots.num_in_use,
             slots_free=self.target.slots.num_free,
             draft_slots_in_use=draft.slots.num_in_use if draft is not None else 0,
@@ -189,11 +212,16 @@ class KvLedger:
         )
 
     def check(self) -> None:
-        """Raise LedgerCorrupt unless both managers and the leases tell one story. O(pages in use); for idle time."""
+        """Raise LedgerCorrupt unless both managers and the leases tell one story.
+
+        O(pages in use); for idle time.
+        """
         self._leases.check()
         leased = set(self._leases.transfers())
         for manager in self._managers:
             manager.check()
             owners = {owner.transfer for owner in manager.pool.owners() if isinstance(owner, TransferOwner)}
             if owners != leased:
-                raise LedgerCorrupt(f"the {manager.name} pool's transfers differ from the leases: {owners ^ leased}")
+                raise LedgerCorrupt(
+                    f"the {manager.name} pool's transfers differ from the leases: {owners ^ leased}"
+                )

@@ -1,10 +1,11 @@
 """One model's KV books: its pool, its page table, and each request's pages and length.
 
-Life of a request here: bound (pages taken, row filled) -> length committed step by step -> perhaps leased to a
-transfer -> slot released -> freed. The pages return to the pool when the request and every transfer have let go.
+Life of a request here: bound (pages taken, row filled) -> length committed step by step -> perhaps leased to
+a transfer -> slot released -> freed. The pages return to the pool when the request and every transfer have
+let go.
 
-The target's manager chooses slots. The drafter's manager has a pool and pages of its own but mirrors every slot: a
-request has the same slot in both, always.
+The target's manager chooses slots. The drafter's manager has a pool and pages of its own but mirrors every
+slot: a request has the same slot in both, always.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ from kvmanager.slots import PageTable, SlotTable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLimits:
-    """What both managers agree on. `lookahead`: positions beyond a request's tokens that drafting may write to."""
+    """What both managers agree on.
+
+    `lookahead`: positions beyond a request's tokens that drafting may write to.
+    """
 
     max_batch: int
     max_seq_len: int
@@ -85,7 +89,9 @@ class KvManager:
         """Raise TooLong when this pool could not hold the request even if it were empty."""
         need = self.num_pages_for(num_tokens)
         if need > self.pool.num_usable:
-            raise TooLong(num_tokens, need, self.pool.num_usable, f"the size of the {self.name} pool", "pages")
+            raise TooLong(
+                num_tokens, need, self.pool.num_usable, f"the size of the {self.name} pool", "pages"
+            )
 
     def can_take(self, request: RequestId, num_tokens: int) -> None:
         """Raise what a binding of the request would raise now, and change nothing."""
@@ -114,16 +120,13 @@ class KvManager:
         """Positions 0 .. length - 1 are written and final."""
         return self._of(request).length
 
-    def can_commit(self, request: RequestId, length: int) -> None:
-        """Raise what `commit` would raise, and change nothing."""
+    def commit(self, request: RequestId, length: int) -> None:
+        """Set the length. CommitRefused, UnknownRequest and SlotReleased change nothing."""
         held = self._of(request)
         if not held.length <= length <= held.capacity:
             raise CommitRefused(request, length, held.length, held.capacity)
         self.slot(request)
-
-    def commit(self, request: RequestId, length: int) -> None:
-        self.can_commit(request, length)
-        self._held[request].length = length
+        held.length = length
 
     def lease(self, request: RequestId, transfer: TransferId) -> None:
         """Make the transfer a further owner of all pages of the request."""
@@ -137,10 +140,18 @@ class KvManager:
         self.slots.release_index_slot(request)
 
     def free(self, request: RequestId) -> None:
-        """Free the row and end the request's ownership of its pages. Idempotent; a stranger changes nothing."""
+        """Free the row and end the request's ownership of its pages.
+
+        Idempotent; a stranger changes nothing.
+        """
         self.slots.release_index_slot(request)
         self._held.pop(request, None)
         self.pool.release(RequestOwner(request))
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that hold pages, with or without a slot."""
+        return len(self._held)
 
     def lengths(self) -> dict[RequestId, int]:
         """A copy of every request's length."""
@@ -165,15 +176,23 @@ class KvManager:
             if self.pool.pages_of(RequestOwner(request)) != held.pages:
                 raise LedgerCorrupt(f"request {request!r} and the {self.name} pool disagree on its pages")
             if not 0 <= held.length <= held.capacity <= len(held.pages) * self.geometry.page_size:
-                raise LedgerCorrupt(f"request {request!r} has length {held.length} in {len(held.pages)} pages")
+                raise LedgerCorrupt(
+                    f"request {request!r} has length {held.length} in {len(held.pages)} pages"
+                )
         for owner in self.pool.owners():
             if isinstance(owner, RequestOwner) and owner.request not in self._held:
-                raise LedgerCorrupt(f"the {self.name} pool still counts the pages of freed request {owner.request!r}")
+                raise LedgerCorrupt(
+                    f"the {self.name} pool still counts the pages of freed request {owner.request!r}"
+                )
         for request, slot in self.slots.assignments().items():
             if request not in self._held:
-                raise LedgerCorrupt(f"slot {slot} of the {self.name} manager is bound to freed request {request!r}")
+                raise LedgerCorrupt(
+                    f"slot {slot} of the {self.name} manager is bound to freed request {request!r}"
+                )
             if self.slots.row(slot) != self._held[request].pages:
-                raise LedgerCorrupt(f"slot {slot} of the {self.name} manager shows other pages than {request!r} holds")
+                raise LedgerCorrupt(
+                    f"slot {slot} of the {self.name} manager shows other pages than {request!r} holds"
+                )
 
 
 class TargetKvManager(KvManager):
@@ -188,9 +207,11 @@ class TargetKvManager(KvManager):
 
 
 class DraftKvManager(KvManager):
-    """The drafter's manager: pool and pages of its own, slots and lengths mirrored from the target's manager."""
+    """The drafter's manager: pool and pages of its own, slots and lengths those of the target's manager."""
 
-    def __init__(self, geometry: KvGeometry, num_pages: int, limits: BatchLimits, mirrors: TargetKvManager) -> None:
+    def __init__(
+        self, geometry: KvGeometry, num_pages: int, limits: BatchLimits, mirrors: TargetKvManager
+    ) -> None:
         super().__init__(geometry, num_pages, limits, "draft")
         self._target = mirrors
 

@@ -1,7 +1,8 @@
 """The pages of one model's KV, and who owns each of them.
 
-Life of a page: free -> taken by one owner -> perhaps shared with more (a transfer that still reads it) -> released by
-each owner once -> free again when the last owner lets go. Page 0 belongs to the dummy slot and takes no part.
+Life of a page: free -> taken by one owner -> perhaps shared with more (a transfer that still reads it) ->
+released by each owner once -> free again when the last owner lets go. Page 0 belongs to the dummy slot and
+takes no part.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from kvmanager.runs import FreeRuns, merge_runs
 
 
 class PagePool:
-    """Pages 1 .. num_pages - 1 of a pool. Every call costs O(pages it moves), whatever the size of the pool."""
+    """Pages 1 .. num_pages - 1 of a pool.
+
+    Every call costs O(pages it moves), whatever the size of the pool.
+    """
 
     def __init__(self, num_pages: int, name: str = "KV") -> None:
         """`num_pages` counts the dummy page 0 too. `name` is how errors speak of this pool."""
@@ -42,7 +46,10 @@ class PagePool:
         return self.num_usable - len(self._free)
 
     def take(self, count: int, owner: Owner) -> list[PageId]:
-        """Give `owner` `count` free pages, ascending, adjacent where possible. PoolExhausted takes nothing."""
+        """Give `owner` `count` free pages, ascending, adjacent where possible.
+
+        PoolExhausted takes nothing.
+        """
         if count < 0:
             raise InvalidCount("count", count, 0)
         if count > len(self._free):
@@ -63,7 +70,9 @@ class PagePool:
             if page in held:
                 raise PageAlreadyHeld(page, str(owner))
         if len(added) != len(pages):
-            raise PageAlreadyHeld(next(page for page, times in Counter(pages).items() if times > 1), str(owner))
+            raise PageAlreadyHeld(
+                next(page for page, times in Counter(pages).items() if times > 1), str(owner)
+            )
         if not added:
             return
         for page in added:
@@ -71,7 +80,10 @@ class PagePool:
         self._held.setdefault(owner, {}).update(added)
 
     def release(self, owner: Owner) -> list[PageId]:
-        """End all of `owner`'s holds and return the pages that became free. A stranger or a second call frees none."""
+        """End all of `owner`'s holds and return the pages that became free.
+
+        A stranger or a second call frees none.
+        """
         freed: list[PageId] = []
         for page in self._held.pop(owner, {}):
             others = self._num_owners[page] - 1
@@ -96,7 +108,10 @@ class PagePool:
         return tuple(self._held)
 
     def check(self) -> None:
-        """Raise LedgerCorrupt unless every page is either free or owned, and counted once per owner. O(pages in use)."""
+        """Raise LedgerCorrupt unless every page is either free or owned, and counted once per owner.
+
+        O(pages in use).
+        """
         self._free.check()
         counted = Counter(page for held in self._held.values() for page in held)
         if counted != self._num_owners:
@@ -107,7 +122,8 @@ class PagePool:
             raise LedgerCorrupt(f"the {self.name} pool remembers an owner of nothing")
         if len(self._free) + len(counted) != self.num_usable:
             raise LedgerCorrupt(
-                f"the {self.name} pool has {len(self._free)} free and {len(counted)} owned pages of {self.num_usable}"
+                f"the {self.name} pool has {len(self._free)} free and {len(counted)} owned pages "
+                f"of {self.num_usable}"
             )
         for run in self._free.runs():
             if run.first < 1 or run.end > self.num_pages:

@@ -1,15 +1,17 @@
 """Runs of adjacent pages, and the free list made of them.
 
-Pages that lie side by side travel as one descriptor, so the free list keeps whole runs and hands out whole runs.
-Life of a run: `give` puts pages back and melts them into their free neighbours; `take` cuts from the low end of one
-run when some run is long enough, else it uses up the longest runs first, so that the pieces are few.
+Pages that lie side by side travel as one descriptor, so the free list keeps whole runs and hands out whole
+runs. Life of a run: `give` puts pages back and melts them into their free neighbours; `take` cuts from the
+low end of one run when some run is long enough, else it uses up the longest runs first, so that the pieces
+are few.
 
 Runs are filed by the power of two of their length:
 
     shelf k:  runs of 2^k .. 2^(k+1) - 1 pages
 
-A request for n pages finds a fitting run on any shelf above n's own without search. On its own shelf a run may be too
-short, so at most n of them are looked at. Every operation costs O(pages moved), whatever the size of the pool.
+A request for n pages finds a fitting run on any shelf above n's own without search. On its own shelf a run
+may be too short, so at most n of them are looked at. Every operation costs O(pages moved), whatever the size
+of the pool.
 """
 
 from __future__ import annotations
@@ -54,7 +56,10 @@ def merge_runs(page_ids: Iterable[PageId]) -> list[PageRun]:
 
 
 class FreeRuns:
-    """The free pages of a pool as maximal runs. Knows nothing of owners; its caller gives back only what it took."""
+    """The free pages of a pool as maximal runs.
+
+    Knows nothing of owners; its caller gives back only what it took.
+    """
 
     def __init__(self, first: int, count: int) -> None:
         self._length: dict[int, int] = {}  # first page of a free run -> its length
@@ -75,7 +80,10 @@ class FreeRuns:
         return [PageRun(PageId(first), self._length[first]) for first in sorted(self._length)]
 
     def take(self, count: int) -> list[PageRun]:
-        """`count` pages as ascending runs, one run when some free run is long enough. The caller knows they exist."""
+        """`count` pages as ascending runs, one run when some free run is long enough.
+
+        The caller knows they exist.
+        """
         assert 0 <= count <= self._num_pages
         taken: list[PageRun] = []
         left = count
@@ -146,7 +154,9 @@ class FreeRuns:
             if run.count < 1:
                 raise LedgerCorrupt(f"free run at page {run.first} has {run.count} pages")
             if end_before is not None and run.first <= end_before:
-                raise LedgerCorrupt(f"free run at page {run.first} touches the one that ends at page {end_before}")
+                raise LedgerCorrupt(
+                    f"free run at page {run.first} touches the one that ends at page {end_before}"
+                )
             if self._first_by_end.get(run.end) != run.first:
                 raise LedgerCorrupt(f"free run at page {run.first} cannot be found by its end")
             shelf = self._shelves[run.count.bit_length() - 1]
@@ -157,7 +167,12 @@ class FreeRuns:
             total += run.count
         if total != self._num_pages:
             raise LedgerCorrupt(f"free runs hold {total} pages, the count says {self._num_pages}")
-        if not len(self._length) == len(self._place) == len(self._first_by_end) == sum(map(len, self._shelves)):
+        if (
+            not len(self._length)
+            == len(self._place)
+            == len(self._first_by_end)
+            == sum(map(len, self._shelves))
+        ):
             raise LedgerCorrupt("the indexes of the free list differ in size")
         for shelf_number, runs in enumerate(self._shelves):
             if bool(runs) != bool(self._filled >> shelf_number & 1):

@@ -1,9 +1,9 @@
 """The persistent page table: one row, a slot, per live request.
 
-Life of a slot: free, its row all page 0 -> assigned to one request, its row filled with the request's pages ->
-released: the row is put back to page 0 first and only then becomes free, so that whoever gets the slot next never
-sees the pages of the request before it. Row `max_batch` is the dummy slot: all page 0, for padding rows of captured
-graphs, never assigned.
+Life of a slot: free, its row all page 0 -> assigned to one request, its row filled with the request's pages
+-> released: the row is put back to page 0 first and only then becomes free, so that whoever gets the slot
+next never sees the pages of the request before it. Row `max_batch` is the dummy slot: all page 0, for padding
+rows of captured graphs, never assigned.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from kvmanager.errors import (
     InvalidCount,
     LedgerCorrupt,
     RequestExists,
+    RowTooShort,
     SlotsExhausted,
     SlotTaken,
-    TooLong,
     UnknownRequest,
 )
 from kvmanager.ids import DUMMY_PAGE, PageId, RequestId, SlotId
@@ -40,7 +40,10 @@ class SlotTable:
         self.max_pages = max_pages
         self.dummy_slot = SlotId(max_batch)
         self.table: PageTable = np.full((max_batch + 1, max_pages), DUMMY_PAGE, dtype=np.int32)
-        """[max_batch + 1, max_pages] page ids in position order, page 0 beyond a request's pages. Readers never write."""
+        """[max_batch + 1, max_pages] page ids in position order, page 0 beyond a request's pages.
+
+        Readers never write.
+        """
         self._slot: dict[RequestId, SlotId] = {}
         self._pages: dict[SlotId, tuple[PageId, ...]] = {}  # what each assigned row must show
         self._holder: dict[SlotId, RequestId] = {}
@@ -65,7 +68,10 @@ class SlotTable:
         return slot
 
     def assign_slot(self, request: RequestId, slot: SlotId, pages: Sequence[PageId]) -> None:
-        """Bind a given slot to a new request and fill its row; how a mirror follows. On an error nothing changes."""
+        """Bind a given slot to a new request and fill its row; how a mirror follows.
+
+        On an error nothing changes.
+        """
         if request in self._slot:
             raise RequestExists(request)
         if slot == self.dummy_slot:
@@ -100,7 +106,7 @@ class SlotTable:
         slot = self._slot.get(request)
         if slot is None:
             return False
-        # Detach, then recycle: in the other order the next request could be bound to a row that still shows old pages.
+        # Detach, then recycle: in the other order the next request could get a row that shows old pages.
         self.table[slot] = DUMMY_PAGE
         del self._pages[slot]
         del self._slot[request]
@@ -118,9 +124,7 @@ class SlotTable:
 
     def _refuse_pages(self, request: RequestId, pages: Sequence[PageId]) -> None:
         if len(pages) > self.max_pages:
-            raise TooLong(
-                num_tokens=0, need=len(pages), limit=self.max_pages, limit_name="the width of the page table", unit="pages"
-            )
+            raise RowTooShort(request, need=len(pages), width=self.max_pages)
         if DUMMY_PAGE in pages:
             raise DummySlotError(request)
 
@@ -130,7 +134,7 @@ class SlotTable:
         self._pages[slot] = tuple(pages)
 
     def check(self) -> None:
-        """Raise LedgerCorrupt unless slots are bound one to one and every row shows exactly its request's pages."""
+        """Raise LedgerCorrupt unless slots are bound one to one and each row shows its request's pages."""
         if self.dummy_slot in self._holder or self.dummy_slot in self._slot.values():
             raise LedgerCorrupt("a live request maps to the dummy slot")
         if {slot: request for request, slot in self._slot.items()} != self._holder:
