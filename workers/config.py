@@ -46,7 +46,7 @@ class PairSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One worker. `draft_tokens` is the default policy for requests that name no number themselves.
 
-    `drafting` False loads no drafter. `chunk_tokens` bounds the prompt tokens of one prefill step.
+    `drafting` False loads no drafter. `max_waiting` bounds the queue of requests not admitted yet. `chunk_tokens` bounds the prompt tokens of one prefill step.
     """
 
     role: Role
@@ -56,6 +56,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv: KvBudget = msgspec.field(default_factory=EveryRequestFits)
     max_batch: int = 8
     max_seq_len: int = 2048
+    max_waiting: int = 256
     chunk_tokens: int = 256
     drafting: bool = True
     draft_tokens: DraftPolicy | int = "full"
@@ -63,7 +64,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field whose value makes no sense."""
-        for field in ("page_size", "max_batch", "max_seq_len", "chunk_tokens", "num_threads"):
+        for field in ("page_size", "max_batch", "max_seq_len", "max_waiting", "chunk_tokens", "num_threads"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
         if isinstance(self.draft_tokens, int) and self.draft_tokens < 0:

@@ -1,0 +1,103 @@
+"""What an evaluation refuses to pass: each gate names the mode, the figure and the bound that it missed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cluster.report import ModeReport, accuracy_threshold
+
+AGGREGATED_TOLERANCE = 0.002
+"""Relative difference in AL allowed between split and aggregated when requests are batched (near ties may flip)."""
+
+
+@dataclass(frozen=True)
+class GateSettings:
+    """`exact_tokens`: equality of tokens over modes is asked for (float32 and float64 alone promise it).
+
+    `sequential`: one request at a time, so that decode steps must be identical. `min_al` bounds every drafting mode
+    without an injected fault; `reference_accuracy` in percent, None takes target_only's.
+    """
+
+    exact_tokens: bool
+    sequential: bool
+    min_al: float | None = None
+    reference_accuracy: float | None = None
+    num_questions: int = 0
+
+
+def failures(reports: Mapping[str, ModeReport], settings: GateSettings) -> list[str]:
+    """Every gate that does not hold, as sentences; empty when all do."""
+    return [
+        *_leaks(reports),
+        *(_tokens(reports) if settings.exact_tokens else []),
+        *_split(reports, settings.sequential),
+        *_acceptance(reports, settings.min_al),
+        *_accuracy(reports, settings),
+    ]
+
+
+def _leaks(reports: Mapping[str, ModeReport]) -> list[str]:
+    return [
+        f"{mode}: {report.pages_leaked} pages and {report.slots_leaked} slots leaked"
+        for mode, report in reports.items()
+        if report.pages_leaked or report.slots_leaked
+    ]
+
+
+def _tokens(reports: Mapping[str, ModeReport]) -> list[str]:
+    digests = {mode: report.tokens_sha256 for mode, report in reports.items()}
+    if len(set(digests.values())) <= 1:
+        return []
+    shown = ", ".join(f"{mode} {digest[:12]}" for mode, digest in digests.items())
+    return [f"tokens differ between modes: {shown}"]
+
+
+def _split(reports: Mapping[str, ModeReport], sequential: bool) -> list[str]:
+    split = reports.get("split")
+    if split is None:
+        return []
+    found = []
+    if split.prompt_tokens_computed_on_generation:
+        count = split.prompt_tokens_computed_on_generation
+        found.append(f"split: {count} prompt tokens were computed on generation workers, 0 expected")
+    if split.acceptance_length and not split.kv_bytes_draft:
+        found.append("split: no draft KV was shipped")
+    aggregated = reports.get("aggregated")
+    if aggregated is None:
+        return found
+    if sequential and split.decode_steps != aggregated.decode_steps:
+        found.append(
+            f"split took {split.decode_steps} decode steps, aggregated {aggregated.decode_steps}: they must be equal"
+        )
+    allowed = AGGREGATED_TOLERANCE * aggregated.acceptance_length
+    if abs(split.acceptance_length - aggregated.acceptance_length) > (0.0 if sequential else allowed):
+        found.append(
+            f"AL of split is {split.acceptance_length:.4f}, aggregated {aggregated.acceptance_length:.4f}: "
+            f"they must be equal" + ("" if sequential else f" within {AGGREGATED_TOLERANCE:.1%}")
+        )
+    return found
+
+
+def _acceptance(reports: Mapping[str, ModeReport], min_al: float | None) -> list[str]:
+    if min_al is None:
+        return []
+    return [
+        f"{mode}: AL {report.acceptance_length:.3f} is under --min-al {min_al}"
+        for mode, report in reports.items()
+        if mode in ("aggregated", "split") and report.acceptance_length < min_al
+    ]
+
+
+def _accuracy(reports: Mapping[str, ModeReport], settings: GateSettings) -> list[str]:
+    reference = settings.reference_accuracy
+    if reference is None and "target_only" in reports:
+        reference = reports["target_only"].accuracy
+    if reference is None or not settings.num_questions:
+        return []
+    threshold = accuracy_threshold(reference, settings.num_questions)
+    return [
+        f"{mode}: accuracy {report.accuracy:.2f} % is under {threshold:.2f} % (reference {reference:.2f} %)"
+        for mode, report in reports.items()
+        if report.accuracy is not None and report.accuracy < threshold
+    ]

@@ -1,0 +1,257 @@
+"""Builds one worker from its configuration: models, pools, ledger, attention, transceiver, engine.
+
+The only place that knows how the pieces fit; everything it makes is handed to one engine and lives as long as it.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from drafter.checkpoint import TargetFacts, load_drafter
+from drafter.dflash import DFlashDrafter
+from drafter.errors import DrafterError
+from drafter.fingerprint import drafter_fingerprint
+from drafter.policy import BlockLengthPolicy
+from kvmanager.budget import KvDemand, PagePlan, plan_from_memory, plan_from_pages
+from kvmanager.errors import BudgetInfeasible
+from kvmanager.ids import WorkerEpoch
+from kvmanager.layout import KvGeometry
+from kvmanager.ledger import KvLedger
+from kvmanager.manager import BatchLimits
+from transceiver.port import TransferPort
+from transceiver.wire import Fingerprint, Pools, Region
+from workers.aggregated import AggregatedEngine
+from workers.attention.torch import TorchPagedAttention
+from workers.config import EveryRequestFits, FixedPages, MemoryFraction, WorkerConfig
+from workers.context import ContextEngine
+from workers.decode import DecodeLoop
+from workers.engine import Engine
+from workers.errors import ModelMismatch
+from workers.generation import GenerationEngine
+from workers.limits import EngineLimits
+from workers.memory import free_memory_bytes
+from workers.models.decoder import Decoder
+from workers.models.errors import CheckpointError
+from workers.models.load import load_decoder
+from workers.pairs import ModelPair, PairError, resolve_pair
+from workers.request import WorkerFacts
+from workers.runner import ModelRunner
+from workers.sampler import Sampler
+from workers.storage import KvStorage
+
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+MakePort = Callable[[WorkerEpoch, str, Fingerprint, Pools], TransferPort]
+"""(epoch, role, fingerprint, pools) → one worker's end of its transfers."""
+
+
+@dataclass(frozen=True)
+class Models:
+    """The loaded pair. `drafter` is None when the pair has none or drafting is off."""
+
+    pair: ModelPair
+    decoder: Decoder
+    drafter: DFlashDrafter | None
+    drafter_fingerprint: str | None
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """One worker's parts as its host needs them. `port` is None on an aggregated worker."""
+
+    engine: Engine
+    facts: WorkerFacts
+    port: TransferPort | None
+
+    def close(self) -> None:
+        if self.port is not None:
+            self.port.close()
+
+
+def assemble(config: WorkerConfig, make_port: MakePort | None = None) -> Assembly:
+    """Load and build. Raises ModelMismatch for checkpoints that do not fit and for a budget that cannot start.
+
+    `make_port` replaces the NIXL transceiver, for tests over loopback.
+    """
+    return build(config, load_models(config), make_port)
+
+
+def load_models(config: WorkerConfig) -> Models:
+    """Load target and drafter in the configured dtype. Raises ModelMismatch with the file and field at fault."""
+    spec = config.pair
+    name = spec.name if not spec.target else f"{spec.target}:{spec.drafter}".rstrip(":")
+    try:
+        pair = resolve_pair(name)
+        decoder = load_decoder(pair.target_path, DTYPES[config.dtype])
+        if not config.drafting or pair.drafter_path is None:
+            return Models(pair, decoder, None, None)
+        facts = TargetFacts(
+            hidden_size=decoder.config.hidden_size,
+            vocab_size=decoder.config.vocab_size,
+            num_layers=decoder.config.num_layers,
+            embed_weight=decoder.embed_weight,
+            lm_head_weight=decoder.lm_head_weight,
+            fingerprint=decoder.fingerprint,
+        )
+        drafter = load_drafter(pair.drafter_path, facts)
+    except (PairError, CheckpointError, DrafterError) as error:
+        raise ModelMismatch(str(error), field="pair") from error
+    return Models(pair, decoder, drafter, drafter_fingerprint(pair.drafter_path))
+
+
+def build(config: WorkerConfig, models: Models, make_port: MakePort | None = None) -> Assembly:
+    """Everything but loading: the same models may serve several assemblies in one process."""
+    decoder, drafter = models.decoder, models.drafter
+    target_geometry = _geometry(config, decoder.config.num_layers, decoder.config.num_kv_heads, decoder.config.head_dim)
+    draft_geometry = (
+        _geometry(config, drafter.num_layers, drafter.num_kv_heads, drafter.head_dim) if drafter is not None else None
+    )
+    max_seq_len = _max_seq_len(config, decoder)
+    # A context worker never decodes: nothing lies beyond its prompts.
+    lookahead = drafter.block_size if drafter is not None and config.role != "context" else 1
+    limits = BatchLimits(max_batch=config.max_batch, max_seq_len=max_seq_len, lookahead=lookahead)
+    plan = _page_plan(config, KvDemand(target=target_geometry, draft=draft_geometry, limits=limits))
+    ledger = KvLedger(
+        target=target_geometry,
+        draft=draft_geometry,
+        num_target_pages=plan.num_target_pages,
+        num_draft_pages=plan.num_draft_pages,
+        max_batch=config.max_batch,
+        max_seq_len=max_seq_len,
+        lookahead=lookahead,
+    )
+    target_storage = KvStorage(target_geometry, plan.num_target_pages, decoder.dtype)
+    draft_storage = (
+        KvStorage(draft_geometry, plan.num_draft_pages, decoder.dtype) if draft_geometry is not None else None
+    )
+    runner = ModelRunner(
+        decoder=decoder,
+        target_attention=TorchPagedAttention(target_storage),
+        drafter=drafter,
+        draft_attention=TorchPagedAttention(draft_storage) if draft_storage is not None else None,
+        ledger=ledger,
+        device=torch.device("cpu"),
+    )
+    max_draft_tokens = drafter.max_draft_tokens if drafter is not None else 0
+    decode = DecodeLoop(
+        runner=runner,
+        sampler=Sampler(),
+        ledger=ledger,
+        policy=BlockLengthPolicy(max_draft_tokens, config.draft_tokens),
+        clock=time.perf_counter,
+    )
+    engine_limits = EngineLimits(
+        vocab_size=decoder.config.vocab_size,
+        max_seq_len=max_seq_len,
+        max_waiting=config.max_waiting,
+        chunk_tokens=_whole_pages(config.chunk_tokens, config.page_size),
+        max_draft_tokens=max_draft_tokens,
+        eos_token_ids=frozenset(decoder.config.eos_token_ids),
+    )
+    epoch = WorkerEpoch(uuid.uuid4().hex)
+    port: TransferPort | None = None
+    engine: Engine
+    if config.role == "aggregated":
+        engine = AggregatedEngine(runner=runner, decode=decode, ledger=ledger, limits=engine_limits)
+    else:
+        pools = Pools(_region(target_storage), _region(draft_storage) if draft_storage is not None else None)
+        port = (make_port or _nixl_port)(epoch, config.role, _fingerprint(config, models, ledger), pools)
+        if config.role == "context":
+            engine = ContextEngine(runner=runner, decode=decode, ledger=ledger, limits=engine_limits, port=port)
+        else:
+            engine = GenerationEngine(
+                runner=runner,
+                decode=decode,
+                ledger=ledger,
+                limits=engine_limits,
+                port=port,
+                epoch=epoch,
+                new_id=lambda: uuid.uuid4().hex,
+            )
+    facts = WorkerFacts(
+        role=config.role,
+        epoch=epoch,
+        model=models.pair.name,
+        vocab_size=decoder.config.vocab_size,
+        max_seq_len=max_seq_len,
+        max_batch=config.max_batch,
+        max_draft_tokens=max_draft_tokens,
+        eos_token_ids=tuple(decoder.config.eos_token_ids),
+        dtype=config.dtype,
+        page_size=config.page_size,
+        kv_bytes_per_token_target=target_geometry.bytes_per_token,
+        kv_bytes_per_token_draft=draft_geometry.bytes_per_token if draft_geometry is not None else 0,
+        transport="none" if port is None else "nixl",
+        hello=b"" if port is None else port.hello(),
+    )
+    return Assembly(engine, facts, port)
+
+
+def _geometry(config: WorkerConfig, num_layers: int, num_kv_heads: int, head_dim: int) -> KvGeometry:
+    return KvGeometry(
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        page_size=config.page_size,
+        element_bytes=DTYPES[config.dtype].itemsize,
+    )
+
+
+def _max_seq_len(config: WorkerConfig, decoder: Decoder) -> int:
+    """The runtime limit; asking for more than the model knows is an error, since its text would decay silently."""
+    known = decoder.config.max_position_embeddings
+    if config.max_seq_len > known:
+        raise ModelMismatch(
+            f"max_seq_len is {config.max_seq_len}, the model knows {known} positions", field="max_seq_len", limit=known
+        )
+    return config.max_seq_len
+
+
+def _page_plan(config: WorkerConfig, demand: KvDemand) -> PagePlan:
+    per_request = [geometry.pages_for(demand.limits.max_positions) for geometry in demand.geometries]
+    try:
+        match config.kv:
+            case MemoryFraction(fraction=fraction):
+                return plan_from_memory(demand, int(fraction * free_memory_bytes()))
+            case FixedPages(num_target_pages=pages):
+                counts = [pages] * len(per_request)
+            case EveryRequestFits():
+                counts = [config.max_batch * pages + 1 for pages in per_request]
+        return plan_from_pages(
+            demand, num_target_pages=counts[0], num_draft_pages=counts[1] if len(counts) > 1 else 0
+        )
+    except BudgetInfeasible as error:
+        raise ModelMismatch(str(error), field="kv") from error
+
+
+def _whole_pages(chunk_tokens: int, page_size: int) -> int:
+    """Chunks end at page edges, so that each page is final, and shipped, once."""
+    return max(chunk_tokens // page_size, 1) * page_size
+
+
+def _region(storage: KvStorage) -> Region:
+    return Region(storage.address, storage.size_bytes, storage.geometry.page_bytes, storage.num_pages)
+
+
+def _fingerprint(config: WorkerConfig, models: Models, ledger: KvLedger) -> Fingerprint:
+    draft = ledger.draft
+    return Fingerprint(
+        target_model=models.decoder.fingerprint,
+        target_dtype=config.dtype,
+        target=ledger.target.geometry,
+        draft_model=models.drafter_fingerprint,
+        draft_dtype=config.dtype if draft is not None else None,
+        draft=draft.geometry if draft is not None else None,
+        draft_mode="mirrored" if draft is not None else "none",
+        num_draft_tokens=models.drafter.max_draft_tokens if models.drafter is not None else 0,
+    )
