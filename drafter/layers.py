@@ -49,6 +49,7 @@ class RopeParameters:
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: round the correction range to whole dimensions
+    divisors: tuple[float, ...] = ()  # per pair, applied last; GGUF files carry llama3 scaling in this form
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], default_theta: float = 10000.0) -> RopeParameters:
@@ -127,6 +128,11 @@ def inverse_frequencies(rope: RopeParameters, head_dim: int, dtype: torch.dtype)
 
     Sources: llama3, the reference implementation of Llama 3.1; yarn, Peng et al. 2023, section 3.2.
     """
+    scaled = _scaled_frequencies(rope, head_dim, dtype)
+    return scaled / torch.tensor(rope.divisors, dtype=dtype) if rope.divisors else scaled
+
+
+def _scaled_frequencies(rope: RopeParameters, head_dim: int, dtype: torch.dtype) -> Tensor:
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(dtype) / head_dim
     base = 1.0 / (rope.theta**exponents)
     match rope.rope_type:

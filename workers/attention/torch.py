@@ -1,0 +1,255 @@
+"""Paged attention in plain torch: the definition of what is right, and the back end on a CPU.
+
+A plan sorts a step's requests into groups with equally many queries; each group is one batched attention over keys
+and values gathered from the pool. The queries of the heads that share a kv head are folded into rows, so keys and
+values are never repeated. Positions past a request's length are never read: short requests of a group are padded with
+their own position 0 and masked, so what lies in unused parts of a page cannot leak, not even NaN. Prompts that start
+at position 0 in this step attend to their fresh keys and values directly, without the way through the pool.
+
+    the pool as rows of head_dim:   row(page, layer, kv, head, offset)
+        = (((page * layers + layer) * 2 + kv) * heads + head) * page_size + offset
+
+Shapes: T tokens of the step; B requests of a group, Q queries of each, S gathered positions; N kv heads, G query heads
+per kv head, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from drafter.attention import AttentionPlan
+from workers.storage import KvStorage
+
+_MAX_PADDING = 2  # a group gathers at most this many times the positions its requests have
+
+
+@dataclass(slots=True)
+class _Group:
+    """Requests of one step with equally many queries, attended to together.
+
+    `mask_BQS` is added to the scores: 0 where a query sees a position, -inf where not. None: every query sees all S.
+    """
+
+    num_requests: int
+    num_queries: int
+    tokens: slice | Tensor  # where the group's B * Q tokens lie among the step's T
+    from_zero: bool  # causal, and every request starts at position 0 in this step
+    gather: Tensor | None = None  # [2 * B * N * S] rows of K then V, relative to a layer's first row
+    mask_BQS: Tensor | None = None
+    num_positions: int = 0
+
+
+class TorchPlan:
+    """One step's index tensors, made by `TorchPagedAttention.plan`. Gathers are prepared at the first `attend`."""
+
+    def __init__(
+        self,
+        page_rows: Tensor,
+        q_lens: Sequence[int],
+        kv_lens: Sequence[int],
+        causal: bool,
+        write_rows: Tensor,
+    ) -> None:
+        self.page_rows = page_rows  # int64 [B, max_pages]
+        self.q_lens = tuple(q_lens)
+        self.kv_lens = tuple(kv_lens)
+        self.causal = causal
+        self.write_rows = write_rows  # int64 [T * N]
+        self.groups: list[_Group] | None = None
+        self.fresh: tuple[Tensor, Tensor] | None = None  # the last written k_THD, v_THD
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.q_lens)
+
+
+class TorchPagedAttention:
+    """`PagedAttention` over one storage. Holds no state between steps but views of the pool."""
+
+    def __init__(self, storage: KvStorage) -> None:
+        geometry = storage.geometry
+        self._geometry = geometry
+        self._device = storage.device
+        rows = storage.pool.view(-1, geometry.head_dim)
+        self._rows_per_plane = (
+            geometry.num_kv_heads * geometry.page_size
+        )  # one layer's K, or its V, of a page
+        self._rows_per_page = geometry.num_layers * 2 * self._rows_per_plane
+        # Planes start at their first row, so one set of row numbers serves all layers.
+        self._planes = [rows[start * self._rows_per_plane :] for start in range(geometry.num_layers * 2)]
+        self._num_pages = storage.num_pages
+        self._scale = geometry.head_dim**-0.5
+        self._head_rows_N1 = (torch.arange(geometry.num_kv_heads) * geometry.page_size)[:, None].to(
+            self._device
+        )
+
+    def plan(
+        self, page_rows: Tensor, q_lens: Sequence[int], kv_lens: Sequence[int], causal: bool
+    ) -> TorchPlan:
+        """See `PagedAttention.plan`. Raises ValueError for lengths that do not fit each other or the page rows."""
+        self._check(page_rows, q_lens, kv_lens)
+        pages = page_rows.to(self._device, torch.int64)
+        requests = [request for request, length in enumerate(q_lens) for _ in range(length)]
+        positions = [
+            position
+            for q_len, kv_len in zip(q_lens, kv_lens, strict=True)
+            for position in range(kv_len - q_len, kv_len)
+        ]
+        request_T = torch.tensor(requests, dtype=torch.int64, device=self._device)
+        position_T = torch.tensor(positions, dtype=torch.int64, device=self._device)
+        first_rows_T = self._first_rows(pages[request_T, position_T // self._geometry.page_size], position_T)
+        write_rows = (first_rows_T[:, None] + self._head_rows_N1.view(1, -1)).view(-1)
+        return TorchPlan(pages, q_lens, kv_lens, causal, write_rows)
+
+    def write(self, layer: int, k_THD: Tensor, v_THD: Tensor, plan: AttentionPlan) -> None:
+        """See `PagedAttention.write`."""
+        plan = _own(plan)
+        head_dim = self._geometry.head_dim
+        self._planes[2 * layer].index_copy_(0, plan.write_rows, k_THD.reshape(-1, head_dim))
+        self._planes[2 * layer + 1].index_copy_(0, plan.write_rows, v_THD.reshape(-1, head_dim))
+        plan.fresh = (k_THD, v_THD)
+
+    def attend(self, layer: int, q_THD: Tensor, plan: AttentionPlan) -> Tensor:
+        """See `PagedAttention.attend`."""
+        plan = _own(plan)
+        if plan.groups is None:
+            plan.groups = self._groups(plan)
+        if len(plan.groups) == 1:
+            return self._attend_group(layer, q_THD, plan.groups[0], plan)
+        attended_THD = torch.empty_like(q_THD)
+        for group in plan.groups:
+            attended_THD[group.tokens] = self._attend_group(layer, q_THD[group.tokens], group, plan)
+        return attended_THD
+
+    def _attend_group(self, layer: int, q_THD: Tensor, group: _Group, plan: TorchPlan) -> Tensor:
+        if group.from_zero and plan.fresh is not None:
+            k_THD, v_THD = plan.fresh
+            return _attend_fresh(q_THD, k_THD[group.tokens], v_THD[group.tokens], group.num_requests)
+        assert group.gather is not None
+        kv_heads, head_dim = self._geometry.num_kv_heads, self._geometry.head_dim
+        gathered = self._planes[2 * layer].index_select(0, group.gather)
+        k_XSD, v_XSD = gathered.view(2, group.num_requests * kv_heads, group.num_positions, head_dim)
+        return _attend_gathered(q_THD * self._scale, k_XSD, v_XSD, group)
+
+    def _groups(self, plan: TorchPlan) -> list[_Group]:
+        """Group the step's requests by query count, and lay out what each group reads."""
+        starts: list[int] = []
+        total = 0
+        for q_len in plan.q_lens:
+            starts.append(total)
+            total += q_len
+        groups: list[_Group] = []
+        for members in _grouped(plan.q_lens, plan.kv_lens):
+            num_queries = plan.q_lens[members[0]]
+            tokens: slice | Tensor
+            if members == list(range(members[0], members[-1] + 1)):
+                tokens = slice(starts[members[0]], starts[members[-1]] + num_queries)
+            else:
+                picked = [starts[member] + offset for member in members for offset in range(num_queries)]
+                tokens = torch.tensor(picked, device=self._device)
+            from_zero = (
+                plan.causal and num_queries > 1 and all(plan.kv_lens[m] == num_queries for m in members)
+            )
+            group = _Group(len(members), num_queries, tokens, from_zero)
+            if not from_zero:
+                self._lay_out(group, members, plan)
+            groups.append(group)
+        return groups
+
+    def _lay_out(self, group: _Group, members: list[int], plan: TorchPlan) -> None:
+        device = self._device
+        lens = [plan.kv_lens[member] for member in members]
+        group.num_positions = max(lens)
+        everyone = len(members) == len(plan.q_lens)
+        pages = plan.page_rows if everyone else plan.page_rows[torch.tensor(members, device=device)]
+        position_S = torch.arange(group.num_positions, device=device)
+        kv_len_B1 = torch.tensor(lens, device=device)[:, None]
+        ragged = min(lens) < group.num_positions
+        position_BS = position_S.expand(len(members), -1)
+        if ragged:
+            position_BS = torch.where(position_S < kv_len_B1, position_BS, 0)
+        first_rows_BS = self._first_rows(
+            pages.gather(1, position_BS // self._geometry.page_size), position_BS
+        )
+        k_rows_BNS = first_rows_BS[:, None, :] + self._head_rows_N1
+        group.gather = torch.stack((k_rows_BNS, k_rows_BNS + self._rows_per_plane)).view(-1)
+        if ragged or (plan.causal and group.num_queries > 1):
+            last_seen_BQ1 = (kv_len_B1 - 1).expand(-1, group.num_queries)[:, :, None]
+            if plan.causal:
+                last_seen_BQ1 = (
+                    last_seen_BQ1 - torch.arange(group.num_queries - 1, -1, -1, device=device)[:, None]
+                )
+            hidden = position_S > last_seen_BQ1
+            group.mask_BQS = torch.zeros(hidden.shape, dtype=self._planes[0].dtype, device=device)
+            group.mask_BQS.masked_fill_(hidden, float("-inf"))
+
+    def _first_rows(self, pages: Tensor, positions: Tensor) -> Tensor:
+        """The row, within a plane, of kv head 0 at each position."""
+        return pages * self._rows_per_page + positions % self._geometry.page_size
+
+    def _check(self, page_rows: Tensor, q_lens: Sequence[int], kv_lens: Sequence[int]) -> None:
+        if not q_lens or len(q_lens) != len(kv_lens) or page_rows.shape[0] != len(q_lens):
+            raise ValueError(
+                f"a step needs equally many page rows, q_lens and kv_lens, at least one; "
+                f"got {page_rows.shape[0]}, {len(q_lens)}, {len(kv_lens)}"
+            )
+        capacity = page_rows.shape[1] * self._geometry.page_size
+        for request, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
+            if not 1 <= q_len <= kv_len <= capacity:
+                raise ValueError(
+                    f"request {request} of the step: q_len {q_len} and kv_len {kv_len} must satisfy "
+                    f"1 <= q_len <= kv_len <= {capacity} (the positions its page row can hold)"
+                )
+
+
+def _own(plan: AttentionPlan) -> TorchPlan:
+    assert isinstance(plan, TorchPlan), "a plan belongs to the back end that made it"
+    return plan
+
+
+def _grouped(q_lens: Sequence[int], kv_lens: Sequence[int]) -> list[list[int]]:
+    """Requests with equal q_lens, split further where padding to the longest would gather too much; in order."""
+    by_queries: dict[int, list[int]] = {}
+    for request, q_len in enumerate(q_lens):
+        by_queries.setdefault(q_len, []).append(request)
+    groups: list[list[int]] = []
+    for q_len, members in by_queries.items():
+        lens = [kv_lens[member] for member in members]
+        uneven = max(lens) * len(lens) > _MAX_PADDING * sum(lens)
+        if not uneven and not (any(n == q_len for n in lens) and any(n != q_len for n in lens)):
+            groups.append(members)
+            continue
+        by_length: dict[tuple[bool, int], list[int]] = {}
+        for member in members:
+            key = (kv_lens[member] == q_len, kv_lens[member].bit_length())
+            by_length.setdefault(key, []).append(member)
+        groups.extend(by_length.values())
+    return groups
+
+
+def _attend_gathered(q_THD: Tensor, k_XSD: Tensor, v_XSD: Tensor, group: _Group) -> Tensor:
+    """Scaled queries [B * Q, N * G, D] over gathered keys and values [B * N, S, D]."""
+    num_tokens, heads, head_dim = q_THD.shape
+    batch, queries = group.num_requests, group.num_queries
+    kv_heads = k_XSD.shape[0] // batch
+    shared = heads // kv_heads
+    folded = q_THD.view(batch, queries, kv_heads, shared, head_dim).permute(0, 2, 1, 3, 4)
+    scores_XRS = torch.bmm(folded.reshape(-1, queries * shared, head_dim), k_XSD.transpose(1, 2))
+    if group.mask_BQS is not None:
+        scores = scores_XRS.view(batch, kv_heads, queries, shared, -1)
+        scores += group.mask_BQS[:, None, :, None, :]
+    weights = torch.softmax(scores_XRS, dim=-1)
+    out = torch.bmm(weights, v_XSD).view(batch, kv_heads, queries, shared, head_dim)
+    return out.permute(0, 2, 1, 3, 4).reshape(num_tokens, heads, head_dim)
+
+
+def _attend_fresh(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, num_requests: int) -> Tensor:
+    """Causal attention of whole prompts of equal length, [B * Q, heads, D] each, over themselves alone."""
+    q, k, v = (x.view(num_requests, -1, *x.shape[1:]).transpose(1, 2) for x in (q_THD, k_THD, v_THD))
+    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return attended.transpose(1, 2).reshape(q_THD.shape)

@@ -1,0 +1,197 @@
+"""The dimensions of a target model, parsed once from config.json or from GGUF metadata and frozen.
+
+Supported are the dense families Llama, Qwen2 and Qwen3. What the code does not implement (sliding windows, other
+activations, quantized weights in a Hugging Face directory) is refused here, by field, before a tensor is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from drafter.layers import RopeError, RopeParameters
+from workers.models.errors import CheckpointError
+
+Family = Literal["llama", "qwen2", "qwen3"]
+
+HF_ARCHITECTURES: dict[str, Family] = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+GGUF_ARCHITECTURES: tuple[Family, ...] = ("llama", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Dimensions of a decoder-only target. Sizes are element counts; positions are tokens."""
+
+    family: Family
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeParameters
+    max_position_embeddings: int
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tie_word_embeddings: bool
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+    def check(self, path: Path) -> None:
+        """Raise CheckpointError for dimensions no model can have; `path` is the file they came from."""
+        for field in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+        ):
+            if getattr(self, field) <= 0:
+                raise CheckpointError(path, f"field {field} must be positive, not {getattr(self, field)}")
+        if self.num_heads % self.num_kv_heads:
+            raise CheckpointError(
+                path, f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
+            )
+        if self.head_dim <= 0 or self.head_dim % 2:
+            raise CheckpointError(path, f"head_dim must be positive and even, not {self.head_dim}")
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], path: Path) -> ModelConfig:
+        """Parse a Hugging Face config.json, already decoded; `path` names it in errors."""
+        architectures = config.get("architectures") or []
+        family = next((HF_ARCHITECTURES[name] for name in architectures if name in HF_ARCHITECTURES), None)
+        if family is None:
+            raise CheckpointError(
+                path,
+                f"architectures {architectures} is not supported (supported: {', '.join(HF_ARCHITECTURES)})",
+            )
+        _refuse_unimplemented(config, path)
+        hidden_size, num_heads = (
+            _size(config, "hidden_size", path),
+            _size(config, "num_attention_heads", path),
+        )
+        attention_bias = bool(config.get("attention_bias", False))
+        try:
+            rope = RopeParameters.from_config(config)
+        except RopeError as error:
+            raise CheckpointError(path, str(error)) from error
+        parsed = cls(
+            family=family,
+            vocab_size=_size(config, "vocab_size", path),
+            hidden_size=hidden_size,
+            intermediate_size=_size(config, "intermediate_size", path),
+            num_layers=_size(config, "num_hidden_layers", path),
+            num_heads=num_heads,
+            num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
+            head_dim=int(config.get("head_dim") or hidden_size // max(num_heads, 1)),
+            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            rope=rope,
+            max_position_embeddings=_size(config, "max_position_embeddings", path),
+            qkv_bias=family == "qwen2" or attention_bias,  # Qwen2 has the bias without a field that says so
+            output_bias=family != "qwen2" and attention_bias,
+            mlp_bias=family == "llama" and bool(config.get("mlp_bias", False)),
+            qk_norm=family == "qwen3",
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            bos_token_id=config.get("bos_token_id"),
+            eos_token_ids=_token_ids(config.get("eos_token_id")),
+        )
+        parsed.check(path)
+        return parsed
+
+    def with_eos(self, eos_token_ids: Sequence[int]) -> ModelConfig:
+        return replace(self, eos_token_ids=tuple(eos_token_ids))
+
+    @classmethod
+    def from_gguf(
+        cls, metadata: Mapping[str, Any], path: Path, *, tensor_names: frozenset[str], vocab_size: int
+    ) -> ModelConfig:
+        """Parse GGUF metadata. `vocab_size` is the rows of token_embd.weight; biases and tying show in the names."""
+        family = metadata.get("general.architecture")
+        if family not in GGUF_ARCHITECTURES:
+            raise CheckpointError(
+                path,
+                f"general.architecture {family!r} is not supported (supported: {', '.join(GGUF_ARCHITECTURES)})",
+            )
+        if f"{family}.expert_count" in metadata:
+            raise CheckpointError(path, f"{family}.expert_count: mixtures of experts are not supported")
+
+        def size(field: str) -> int:
+            return _size(metadata, f"{family}.{field}", path)
+
+        hidden_size, num_heads = size("embedding_length"), size("attention.head_count")
+        bos = metadata.get("tokenizer.ggml.bos_token_id")
+        parsed = cls(
+            family=family,
+            vocab_size=vocab_size,
+            hidden_size=hidden_size,
+            intermediate_size=size("feed_forward_length"),
+            num_layers=size("block_count"),
+            num_heads=num_heads,
+            num_kv_heads=int(metadata.get(f"{family}.attention.head_count_kv") or num_heads),
+            head_dim=int(metadata.get(f"{family}.attention.key_length") or hidden_size // max(num_heads, 1)),
+            rms_norm_eps=float(metadata.get(f"{family}.attention.layer_norm_rms_epsilon", 1e-6)),
+            rope=_gguf_rope(metadata, family, path),
+            max_position_embeddings=size("context_length"),
+            qkv_bias="blk.0.attn_q.bias" in tensor_names,
+            output_bias="blk.0.attn_output.bias" in tensor_names,
+            mlp_bias="blk.0.ffn_gate.bias" in tensor_names,
+            qk_norm="blk.0.attn_q_norm.weight" in tensor_names,
+            tie_word_embeddings="output.weight" not in tensor_names,
+            bos_token_id=int(bos) if bos is not None else None,
+            eos_token_ids=_token_ids(metadata.get("tokenizer.ggml.eos_token_id")),
+        )
+        parsed.check(path)
+        return parsed
+
+
+def _size(config: Mapping[str, Any], field: str, path: Path) -> int:
+    value = config.get(field)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise CheckpointError(path, f"field {field} must be an integer, not {value!r}")
+    return value
+
+
+def _token_ids(value: object) -> tuple[int, ...]:
+    if isinstance(value, int):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else ()
+
+
+def _refuse_unimplemented(config: Mapping[str, Any], path: Path) -> None:
+    activation = config.get("hidden_act", "silu")
+    if activation != "silu":
+        raise CheckpointError(path, f"hidden_act {activation!r} is not supported (supported: silu)")
+    windowed = [kind for kind in config.get("layer_types") or [] if kind != "full_attention"]
+    if config.get("use_sliding_window") or windowed:
+        raise CheckpointError(
+            path, "sliding-window attention (use_sliding_window, layer_types) is not supported"
+        )
+    if config.get("quantization_config"):
+        raise CheckpointError(path, "quantization_config: quantized weights are supported in GGUF files only")
+
+
+def _gguf_rope(metadata: Mapping[str, Any], family: str, path: Path) -> RopeParameters:
+    """Rotary settings. Llama 3's scaling is not metadata but a tensor of divisors, which the loader adds."""
+    kind = metadata.get(f"{family}.rope.scaling.type", "none")
+    scaling: dict[str, Any] = {
+        "rope_type": "default" if kind == "none" else kind,
+        "factor": metadata.get(f"{family}.rope.scaling.factor"),
+        "original_max_position_embeddings": metadata.get(f"{family}.rope.scaling.original_context_length"),
+        "rope_theta": metadata.get(f"{family}.rope.freq_base"),
+    }
+    config = {"max_position_embeddings": metadata.get(f"{family}.context_length"), "rope_parameters": scaling}
+    try:
+        return RopeParameters.from_config(config)
+    except RopeError as error:
+        raise CheckpointError(path, f"{family}.rope.scaling: {error}") from error

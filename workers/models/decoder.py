@@ -1,0 +1,133 @@
+"""The target model: a dense Llama, Qwen2 or Qwen3 decoder over paged attention.
+
+Life of a step: the engine plans attention, calls `forward` with the step's tokens flat in request order, and asks for
+`logits` of only the rows it samples from. One class serves the three families; they differ in which biases and norms
+exist. Projections that read the same input are fused (q|k|v and gate|up), because a decode step is bound by the number
+of passes over memory and of calls, not by arithmetic.
+
+Shapes: T tokens of the step, H hidden size, N query or kv heads, D head_dim, I intermediate size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from drafter.attention import AttentionPlan, PagedAttention
+from drafter.layers import Rotation, RotaryTable, rms_norm, rotate, swiglu
+from workers.models.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """One decoder layer. Weights are [out, in]; fused ones are stacked along `out`."""
+
+    input_norm: Tensor
+    qkv: Tensor  # [(heads + 2·kv_heads)·D, H]
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None  # [D]
+    k_norm: Tensor | None
+    output: Tensor  # [H, heads·D]
+    output_bias: Tensor | None
+    post_attention_norm: Tensor
+    gate_up: Tensor  # [2·I, H]
+    gate_up_bias: Tensor | None
+    down: Tensor  # [H, I]
+    down_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderWeights:
+    embed: Tensor  # [V, H]
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor
+    lm_head: Tensor  # [V, H]; the same tensor as `embed` when tied
+
+
+class DecoderOutput(NamedTuple):
+    """A step's result. `hidden_TH` has the final norm applied; `taps_TX` is [T, m·H], or None without taps."""
+
+    hidden_TH: Tensor
+    taps_TX: Tensor | None
+
+
+class Decoder:
+    """A loaded target. Weights are never changed; calls are pure but for the pages that `attention` writes."""
+
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, fingerprint: str) -> None:
+        self.config = config
+        self.fingerprint = fingerprint
+        self.embed_weight = weights.embed
+        self.lm_head_weight = weights.lm_head
+        self._layers = weights.layers
+        self._final_norm = weights.final_norm
+        self._rotary = RotaryTable(config.rope, config.head_dim, weights.embed.dtype, weights.embed.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed_weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_weight.device
+
+    def forward(
+        self,
+        token_ids_T: Tensor,
+        positions_T: Tensor,
+        attention: PagedAttention,
+        plan: AttentionPlan,
+        tap_layer_ids: Sequence[int] = (),
+    ) -> DecoderOutput:
+        """Run one step and write its keys and values.
+
+        token_ids_T, positions_T: integer [T], in the order the plan was made for. Tap id i is the output of decoder
+        layer i before the final norm (Hugging Face's hidden_states[i + 1]); taps are joined in the order asked for.
+        Raises ValueError for a tap outside 0 .. num_layers - 1.
+        """
+        for tap in tap_layer_ids:
+            if not 0 <= tap < self.config.num_layers:
+                raise ValueError(f"tap layer {tap} is outside 0 .. {self.config.num_layers - 1}")
+        eps = self.config.rms_norm_eps
+        rotation = self._rotary.at(positions_T)
+        hidden = F.embedding(token_ids_T, self.embed_weight)
+        tapped: dict[int, Tensor] = {}
+        for index, layer in enumerate(self._layers):
+            mixed = self._attention(index, rms_norm(hidden, layer.input_norm, eps), rotation, attention, plan)
+            hidden = hidden + mixed
+            gate_up = F.linear(
+                rms_norm(hidden, layer.post_attention_norm, eps), layer.gate_up, layer.gate_up_bias
+            )
+            hidden = hidden + F.linear(swiglu(gate_up), layer.down, layer.down_bias)
+            if index in tap_layer_ids:
+                tapped[index] = hidden
+        taps = torch.cat([tapped[tap] for tap in tap_layer_ids], dim=-1) if tap_layer_ids else None
+        return DecoderOutput(rms_norm(hidden, self._final_norm, eps), taps)
+
+    def logits(self, hidden_NH: Tensor) -> Tensor:
+        """Scores over the vocabulary, [N, V], of rows of `DecoderOutput.hidden_TH`."""
+        return F.linear(hidden_NH, self.lm_head_weight)
+
+    def _attention(
+        self, index: int, x_TH: Tensor, rotation: Rotation, attention: PagedAttention, plan: AttentionPlan
+    ) -> Tensor:
+        config, layer = self.config, self._layers[index]
+        q_heads, kv_heads = config.num_heads, config.num_kv_heads
+        fused = F.linear(x_TH, layer.qkv, layer.qkv_bias).view(-1, q_heads + 2 * kv_heads, config.head_dim)
+        v_THD = fused[:, q_heads + kv_heads :]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q_THD = rotate(rms_norm(fused[:, :q_heads], layer.q_norm, config.rms_norm_eps), rotation)
+            k_THD = rotate(
+                rms_norm(fused[:, q_heads : q_heads + kv_heads], layer.k_norm, config.rms_norm_eps), rotation
+            )
+        else:
+            q_and_k = rotate(fused[:, : q_heads + kv_heads], rotation)
+            q_THD, k_THD = q_and_k[:, :q_heads], q_and_k[:, q_heads:]
+        attention.write(index, k_THD, v_THD, plan)
+        attended = attention.attend(index, q_THD, plan)
+        return F.linear(attended.reshape(x_TH.shape[0], -1), layer.output, layer.output_bias)

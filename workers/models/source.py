@@ -1,0 +1,79 @@
+"""What a checkpoint of either format offers to the loader, and which tensors a config demands of it.
+
+Tensor names are Hugging Face's without the leading "model."; a source translates them to its own for errors.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from workers.models.config import ModelConfig
+from workers.models.errors import missing_tensors, wrong_shape
+
+
+class TensorSource(Protocol):
+    """An opened checkpoint. Methods may be called from several threads."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    def own_name(self, name: str) -> str:
+        """The name the checkpoint itself uses, for error messages."""
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Shape [out, in] or [size]; None when the checkpoint lacks the tensor."""
+
+    def read(self, name: str) -> Tensor:
+        """The tensor on the CPU, in the dtype it is stored in (float32 when it was quantized)."""
+
+    def fingerprint(self) -> str:
+        """Hex digest that two processes agree on exactly when they read the same checkpoint (bytes are sampled)."""
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor the config demands, with its shape."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    expected: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (config.vocab_size, hidden)}
+    for index in range(config.num_layers):
+        layer = f"layers.{index}."
+        expected[layer + "input_layernorm.weight"] = (hidden,)
+        expected[layer + "post_attention_layernorm.weight"] = (hidden,)
+        for projection, shape, bias in (
+            ("self_attn.q_proj", (q_rows, hidden), config.qkv_bias),
+            ("self_attn.k_proj", (kv_rows, hidden), config.qkv_bias),
+            ("self_attn.v_proj", (kv_rows, hidden), config.qkv_bias),
+            ("self_attn.o_proj", (hidden, q_rows), config.output_bias),
+            ("mlp.gate_proj", (inner, hidden), config.mlp_bias),
+            ("mlp.up_proj", (inner, hidden), config.mlp_bias),
+            ("mlp.down_proj", (hidden, inner), config.mlp_bias),
+        ):
+            expected[f"{layer}{projection}.weight"] = shape
+            if bias:
+                expected[f"{layer}{projection}.bias"] = shape[:1]
+        if config.qk_norm:
+            expected[layer + "self_attn.q_norm.weight"] = (config.head_dim,)
+            expected[layer + "self_attn.k_norm.weight"] = (config.head_dim,)
+    expected["norm.weight"] = (hidden,)
+    if not config.tie_word_embeddings:
+        expected["lm_head.weight"] = (config.vocab_size, hidden)
+    return expected
+
+
+def check_tensors(source: TensorSource) -> dict[str, tuple[int, ...]]:
+    """The expected tensors, once all are known to be there in their shapes; raises CheckpointError otherwise."""
+    expected = expected_tensors(source.config)
+    found = {name: source.shape(name) for name in expected}
+    missing = [source.own_name(name) for name, shape in found.items() if shape is None]
+    if missing:
+        raise missing_tensors(source.path, missing)
+    for name, shape in found.items():
+        if shape is not None and shape != expected[name]:
+            raise wrong_shape(source.path, source.own_name(name), expected=expected[name], found=shape)
+    return expected
