@@ -48,8 +48,8 @@ def load_drafter(path: Path, target: TargetFacts) -> DFlashDrafter:
     check_fits(config, target)
     tensors = _read_tensors(path)
     _check_tensors(path, tensors, tensor_shapes(config))
-    place = {"dtype": target.embed_weight.dtype, "device": target.embed_weight.device}
-    placed = {name: tensor.to(**place) for name, tensor in tensors.items()}
+    device, dtype = target.embed_weight.device, target.embed_weight.dtype
+    placed = {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
     return DFlashDrafter(config, _assemble(config, placed, target))
 
 

@@ -65,7 +65,7 @@ class DFlashDrafter:
         )
         q_rows = config.num_heads * config.head_dim
         kv_rows = config.num_kv_heads * config.head_dim
-        self._head_split = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        self._head_split = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         self._context = ContextProjection(
             fc_HX=weights.fc_HX,
             hidden_norm_H=weights.hidden_norm_H,
@@ -162,7 +162,7 @@ class DFlashDrafter:
         eps = self.config.rms_norm_eps
         num_tokens = hidden_TH.shape[0]
         qkv = F.linear(rms_norm(hidden_TH, layer.input_norm_H, eps), layer.qkv)
-        q, k, v = qkv.view(num_tokens, -1, self.head_dim).split(self._head_split, dim=1)
+        q, k, v = torch.split(qkv.view(num_tokens, -1, self.head_dim), self._head_split, dim=1)
         attention.write(index, rotate(rms_norm(k, layer.k_norm_D, eps), rotation), v, plan)
         attended = attention.attend(index, rotate(rms_norm(q, layer.q_norm_D, eps), rotation), plan)
         return attended.reshape(num_tokens, -1)
