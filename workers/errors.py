@@ -145,6 +145,12 @@ class WorkerStopping(WorkerRefused):
     code = "UNAVAILABLE"
 
 
+class NotAttached(WorkerRefused):
+    """The gateway has no open token stream to this worker, so its tokens would have nowhere to go."""
+
+    code = "UNAVAILABLE"
+
+
 class EngineFailed(WorkerRefused):
     """The engine raised; the worker takes no more requests."""
 
@@ -163,6 +169,7 @@ _SUBCLASSES: dict[str, type[WorkerRefused]] = {
         AdmissionTimeout,
         RequestCancelled,
         WorkerStopping,
+        NotAttached,
         EngineFailed,
     )
 }

@@ -1,0 +1,192 @@
+"""The configuration of a cluster: parsed once, frozen, everything else derived from it.
+
+Sources, later ones win: defaults, a TOML file, command line options. Unknown keys are refused with the nearest known
+one. This is the only module that reads the environment.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from workers.config import (
+    DraftPolicy,
+    DtypeName,
+    EveryRequestFits,
+    FixedPages,
+    KvBudget,
+    MemoryFraction,
+    PairSpec,
+    WorkerConfig,
+)
+from workers.request import Role
+
+Mode = Literal["split", "aggregated"]
+RayAuthMode = Literal["disabled", "token"]
+
+DEFAULT_LISTEN = "127.0.0.1:50051"
+
+
+class ConfigError(Exception):
+    """A configuration that cannot be used; the message names the key and what would be right."""
+
+
+class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One cluster: a gateway, and workers of one model pair on one machine.
+
+    `mode` is the route of ordinary requests. A worker count of None follows from it: one context and one generation
+    worker when split, one aggregated worker otherwise. `num_kv_pages` and `memory_fraction` exclude each other; with
+    neither the pools hold `max_batch` requests of `max_seq_len` tokens. `num_threads` None divides the machine's cores
+    among the workers.
+    """
+
+    pair: str = "smollm2"
+    mode: Mode = "split"
+    listen: str = DEFAULT_LISTEN
+    context_workers: int | None = None
+    generation_workers: int | None = None
+    aggregated_workers: int | None = None
+
+    dtype: DtypeName = "float32"
+    page_size: int = 16
+    num_kv_pages: int | None = None
+    memory_fraction: float | None = None
+    max_batch: int = 8
+    max_seq_len: int = 2048
+    chunk_tokens: int = 256
+    drafting: bool = True
+    draft_tokens: DraftPolicy | int = "adaptive"
+    num_threads: int | None = None
+
+    max_live_requests: int = 1024
+    admission_ttl_s: float = 120.0
+    heartbeat_interval_s: float = 1.0
+    heartbeat_timeout_s: float = 10.0
+    startup_timeout_s: float = 300.0
+    drain_s: float = 5.0
+
+    ray_auth_mode: RayAuthMode = "disabled"
+    object_store_bytes: int = 80_000_000
+
+    def __post_init__(self) -> None:
+        if self.num_kv_pages is not None and self.memory_fraction is not None:
+            raise ValueError("num_kv_pages and memory_fraction exclude each other")
+        for field in ("context_workers", "generation_workers", "aggregated_workers"):
+            count = getattr(self, field)
+            if count is not None and count < 0:
+                raise ValueError(f"{field} must not be negative, got {count}")
+        for field in ("max_live_requests", "heartbeat_interval_s", "heartbeat_timeout_s", "startup_timeout_s"):
+            if not getattr(self, field) > 0:
+                raise ValueError(f"{field} must be positive, got {getattr(self, field)}")
+        if not self.admission_ttl_s > 0:
+            raise ValueError(f"admission_ttl_s must be positive, got {self.admission_ttl_s}")
+        roles = self.worker_roles()
+        needed: tuple[Role, ...] = ("context", "generation") if self.mode == "split" else ("aggregated",)
+        for role in needed:
+            if role not in roles:
+                raise ValueError(f"mode {self.mode!r} needs at least one {role} worker ({role}_workers is 0)")
+        self.worker_config(roles[0])  # refuses what no worker would take
+
+    def worker_roles(self) -> tuple[Role, ...]:
+        """The role of each worker to start."""
+        split = self.mode == "split"
+        counts: dict[Role, int] = {
+            "context": int(split) if self.context_workers is None else self.context_workers,
+            "generation": int(split) if self.generation_workers is None else self.generation_workers,
+            "aggregated": int(not split) if self.aggregated_workers is None else self.aggregated_workers,
+        }
+        return tuple(role for role, count in counts.items() for _ in range(count))
+
+    def worker_config(self, role: Role) -> WorkerConfig:
+        """What a worker of this role is told."""
+        num_threads = self.num_threads
+        if num_threads is None:
+            num_threads = max(1, (os.cpu_count() or 1) // max(1, self._busy_at_once()))
+        return WorkerConfig(
+            role=role,
+            pair=PairSpec(name=self.pair),
+            dtype=self.dtype,
+            page_size=self.page_size,
+            kv=self._kv_budget(),
+            max_batch=self.max_batch,
+            max_seq_len=self.max_seq_len,
+            chunk_tokens=self.chunk_tokens,
+            drafting=self.drafting,
+            draft_tokens=self.draft_tokens,
+            num_threads=num_threads,
+        )
+
+    def _busy_at_once(self) -> int:
+        """Workers that compute at the same time: context workers are idle while a generation worker decodes alone."""
+        roles = self.worker_roles()
+        return max(roles.count("context"), roles.count("generation")) + roles.count("aggregated")
+
+    def _kv_budget(self) -> KvBudget:
+        if self.num_kv_pages is not None:
+            return FixedPages(num_target_pages=self.num_kv_pages)
+        if self.memory_fraction is not None:
+            return MemoryFraction(fraction=self.memory_fraction)
+        return EveryRequestFits()
+
+
+def load_config(path: Path | None, overrides: Mapping[str, object]) -> ClusterConfig:
+    """Defaults, then the TOML file, then `overrides` (None means not given). Raises ConfigError."""
+    values: dict[str, object] = {}
+    if path is not None:
+        try:
+            values = tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    values.update({key: value for key, value in overrides.items() if value is not None})
+    known = ClusterConfig.__struct_fields__
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(known)}"
+            raise ConfigError(f"unknown configuration key {key!r}{hint}")
+    try:
+        return msgspec.convert(values, ClusterConfig)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def server_address() -> str:
+    """Where clients look for a server: SLIPSTREAM_SERVER, or the address that `slipstream serve` uses by default."""
+    return os.environ.get("SLIPSTREAM_SERVER", DEFAULT_LISTEN)
+
+
+def ray_auth_mode() -> str | None:
+    """Ray's authentication mode as the environment sets it; None when it does not."""
+    return os.environ.get("RAY_AUTH_MODE")
+
+
+def ray_token_set() -> bool:
+    """Whether the environment carries a Ray token."""
+    return bool(os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"))
+
+
+def prepare_ray_environment(config: ClusterConfig) -> None:
+    """Set what Ray reads from the environment. Must run before ray is imported.
+
+    Without an explicit mode `ray.init` would turn token authentication on and leave a token in the home directory,
+    which changes how every later Ray of this user starts. Ray also runs workers at nice 15, where a busy machine
+    starves them. The last variable keeps GPUs visible to actors that ask Ray for none.
+    """
+    os.environ.setdefault("RAY_AUTH_MODE", config.ray_auth_mode)
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+
+def limit_threads(num_threads: int) -> None:
+    """Bound the thread pools of numerical libraries in this process. Must run before torch or numpy is imported."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[name] = str(num_threads)

@@ -1,0 +1,86 @@
+"""The calls a gateway makes to a worker: names, messages, and how they become bytes.
+
+The values are those of `workers.request`; this module adds the few that exist only between the two processes. Every
+message is a msgspec struct in msgpack; gRPC carries them through generic handlers, so no .proto describes them. A
+gateway names itself in each call's metadata, because a worker sends a request's tokens to the gateway that asked.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Generic, TypeVar
+
+import msgspec
+
+from kvmanager.ids import RequestId, WorkerEpoch
+from workers.request import (
+    Prefilled,
+    PrefillRequest,
+    Reservation,
+    ReserveRequest,
+    SubmitRequest,
+    TokenFrame,
+    WorkerFacts,
+    WorkerStats,
+)
+
+SERVICE: Final = "slipstream.worker.v1.Worker"
+GATEWAY_KEY: Final = "slipstream-gateway"
+REFUSAL_KEY: Final = "slipstream-refusal-bin"
+# A prompt of a million tokens is 5 MB of msgpack; gRPC's own limit is 4 MB.
+MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
+
+Asked = TypeVar("Asked")
+Answered = TypeVar("Answered")
+
+
+class Empty(msgspec.Struct, frozen=True):
+    """Nothing to say."""
+
+
+class ConnectRequest(msgspec.Struct, frozen=True):
+    """The hello of a worker of the other role."""
+
+    hello: bytes
+
+
+class Connected(msgspec.Struct, frozen=True):
+    """Both workers can move KV between them."""
+
+    epoch: WorkerEpoch
+
+
+class CancelWork(msgspec.Struct, frozen=True):
+    """Ends a request at this worker; unknown ids are harmless."""
+
+    request_id: RequestId
+
+
+class Call(Generic[Asked, Answered]):
+    """One RPC: its path and the codecs of both messages."""
+
+    def __init__(self, name: str, asked: type[Asked], answered: type[Answered]) -> None:
+        self.name = name
+        self.path = f"/{SERVICE}/{name}"
+        self._encoder = msgspec.msgpack.Encoder()
+        self._asked = msgspec.msgpack.Decoder(asked)
+        self._answered = msgspec.msgpack.Decoder(answered)
+
+    def encode(self, message: Asked | Answered) -> bytes:
+        return self._encoder.encode(message)
+
+    def decode_asked(self, data: bytes) -> Asked:
+        return self._asked.decode(data)
+
+    def decode_answered(self, data: bytes) -> Answered:
+        return self._answered.decode(data)
+
+
+FACTS: Final = Call("Facts", Empty, WorkerFacts)
+STATS: Final = Call("Stats", Empty, WorkerStats)
+CONNECT: Final = Call("Connect", ConnectRequest, Connected)
+SUBMIT: Final = Call("Submit", SubmitRequest, Empty)
+RESERVE: Final = Call("Reserve", ReserveRequest, Reservation)
+PREFILL: Final = Call("Prefill", PrefillRequest, Prefilled)
+CANCEL: Final = Call("Cancel", CancelWork, Empty)
+# The stream's first frame is empty: it says that the worker knows the gateway from now on.
+ATTACH: Final = Call("Attach", Empty, TokenFrame)

@@ -1,0 +1,263 @@
+"""The gRPC server of one worker process: the engine host's methods, and one stream of tokens per gateway.
+
+    engine thread ──frame of a step──▶ event loop ──outputs by owner──▶ outbox of a gateway ──Attach──▶ gateway
+
+A request belongs to the gateway that asked for it. When a gateway's stream ends, nobody is left to read its tokens:
+its requests are cancelled at once. A slow gateway makes its outbox longer, never the engine slower; the outbox is
+bounded by what live requests can emit at all, and its content travels as one frame.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Protocol, TypeVar
+
+import grpc
+import grpc.aio
+import msgspec
+
+from cluster import worker_messages as wire
+from cluster.worker_messages import Call, CancelWork, Connected, ConnectRequest, Empty
+from kvmanager.ids import RequestId, WorkerEpoch
+from workers.errors import EngineFailed, InvalidRequest, NotAttached, WorkerRefused
+from workers.request import (
+    Prefilled,
+    PrefillRequest,
+    RequestOutput,
+    Reservation,
+    ReserveRequest,
+    SubmitRequest,
+    TokenFrame,
+    WorkerFacts,
+    WorkerStats,
+)
+
+_log = logging.getLogger(__name__)
+
+Asked = TypeVar("Asked")
+Answered = TypeVar("Answered")
+Context = grpc.aio.ServicerContext
+
+
+class Host(Protocol):
+    """What a worker process serves; `workers.host.EngineHost` is one."""
+
+    facts: WorkerFacts
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def set_frame_sink(self, sink: Callable[[TokenFrame], None]) -> None: ...
+
+    async def submit(self, request: SubmitRequest) -> None: ...
+
+    async def reserve(self, request: ReserveRequest) -> Reservation: ...
+
+    async def prefill(self, request: PrefillRequest) -> Prefilled: ...
+
+    def cancel(self, request_id: RequestId) -> None: ...
+
+    def connect(self, hello: bytes) -> WorkerEpoch: ...
+
+    def stats(self) -> WorkerStats: ...
+
+
+class _Outbox:
+    """Tokens on their way to one gateway."""
+
+    def __init__(self) -> None:
+        self.outputs: list[RequestOutput] = []
+        self.wake = asyncio.Event()
+        self.closed = False
+
+    def put(self, outputs: list[RequestOutput]) -> None:
+        self.outputs.extend(outputs)
+        self.wake.set()
+
+    def close(self) -> None:
+        self.closed = True
+        self.wake.set()
+
+    async def take(self) -> list[RequestOutput]:
+        """All that waits; an empty list when the outbox was closed."""
+        await self.wake.wait()
+        self.wake.clear()
+        outputs, self.outputs = self.outputs, []
+        return outputs
+
+
+class WorkerServer:
+    """Serves one host. Create, `start` and `stop` it on one event loop."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._server: grpc.aio.Server | None = None
+        self._outboxes: dict[str, _Outbox] = {}
+        self._owners: dict[RequestId, _Outbox] = {}
+
+    async def start(self, node_ip: str, port: int = 0) -> str:
+        """Start the engine and listen; returns the address, whose port is ephemeral when `port` is 0."""
+        loop = asyncio.get_running_loop()
+        self._host.set_frame_sink(lambda frame: _call_soon(loop, self._deliver, frame))
+        self._host.start()
+        server = grpc.aio.server(options=_SERVER_OPTIONS)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(wire.SERVICE, self._handlers()),))
+        bound = server.add_insecure_port(f"{node_ip}:{port}")
+        await server.start()
+        self._server = server
+        return f"{node_ip}:{bound}"
+
+    async def stop(self) -> None:
+        """Stop listening and stop the engine. Open streams end."""
+        for outbox in self._outboxes.values():
+            outbox.close()
+        if self._server is not None:
+            await self._server.stop(0.2)
+            self._server = None
+        await asyncio.to_thread(self._host.stop)
+
+    def _handlers(self) -> dict[str, grpc.RpcMethodHandler]:
+        return {
+            call.name: grpc.unary_unary_rpc_method_handler(_unary(call, handle))
+            for call, handle in (
+                (wire.FACTS, self._facts),
+                (wire.STATS, self._stats),
+                (wire.CONNECT, self._connect),
+                (wire.SUBMIT, self._submit),
+                (wire.RESERVE, self._reserve),
+                (wire.PREFILL, self._prefill),
+                (wire.CANCEL, self._cancel),
+            )
+        } | {wire.ATTACH.name: grpc.unary_stream_rpc_method_handler(self._attach)}
+
+    async def _facts(self, _: Empty, gateway: str) -> WorkerFacts:
+        return self._host.facts
+
+    async def _stats(self, _: Empty, gateway: str) -> WorkerStats:
+        return self._host.stats()
+
+    async def _connect(self, request: ConnectRequest, gateway: str) -> Connected:
+        # A handshake talks to the other worker's transport and may take a while.
+        return Connected(await asyncio.to_thread(self._host.connect, request.hello))
+
+    async def _submit(self, request: SubmitRequest, gateway: str) -> Empty:
+        self._own(request.request_id, gateway)
+        try:
+            await self._host.submit(request)
+        except BaseException:
+            self._owners.pop(request.request_id, None)
+            raise
+        return Empty()
+
+    async def _reserve(self, request: ReserveRequest, gateway: str) -> Reservation:
+        self._own(request.request_id, gateway)
+        try:
+            return await self._host.reserve(request)
+        except BaseException:
+            self._owners.pop(request.request_id, None)
+            raise
+
+    async def _prefill(self, request: PrefillRequest, gateway: str) -> Prefilled:
+        return await self._host.prefill(request)
+
+    async def _cancel(self, request: CancelWork, gateway: str) -> Empty:
+        self._host.cancel(request.request_id)
+        return Empty()
+
+    async def _attach(self, data: bytes, context: Context) -> AsyncIterator[bytes]:
+        gateway = _gateway_of(context)
+        outbox = _Outbox()
+        earlier = self._outboxes.get(gateway)
+        if earlier is not None:
+            earlier.close()
+        self._outboxes[gateway] = outbox
+        try:
+            yield wire.ATTACH.encode(TokenFrame(()))
+            while not outbox.closed:
+                outputs = await outbox.take()
+                if outputs:
+                    yield wire.ATTACH.encode(TokenFrame(tuple(outputs)))
+        finally:
+            self._detach(gateway, outbox)
+
+    def _detach(self, gateway: str, outbox: _Outbox) -> None:
+        if self._outboxes.get(gateway) is outbox:
+            del self._outboxes[gateway]
+        orphans = [request_id for request_id, owner in self._owners.items() if owner is outbox]
+        for request_id in orphans:
+            del self._owners[request_id]
+            self._host.cancel(request_id)
+
+    def _own(self, request_id: RequestId, gateway: str) -> None:
+        outbox = self._outboxes.get(gateway)
+        if outbox is None or outbox.closed:
+            raise NotAttached("attach to this worker before sending it requests", request_id=request_id)
+        if request_id in self._owners:
+            raise InvalidRequest("this request id is in use", field="request_id", request_id=request_id)
+        self._owners[request_id] = outbox
+
+    def _deliver(self, frame: TokenFrame) -> None:
+        by_owner: dict[_Outbox, list[RequestOutput]] = {}
+        for output in frame.outputs:
+            owner = self._owners.get(output.request_id)
+            if owner is None:
+                continue  # its gateway is gone and the cancel is on its way to the engine
+            by_owner.setdefault(owner, []).append(output)
+            if output.finish_reason is not None:
+                del self._owners[output.request_id]
+        for owner, outputs in by_owner.items():
+            owner.put(outputs)
+
+
+_SERVER_OPTIONS = (
+    ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),  # two workers that got the same port must not share it silently
+)
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[TokenFrame], None], frame: TokenFrame) -> None:
+    """Hand a frame to the loop; a loop that is closed has no reader left either."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(function, frame)
+
+
+def _gateway_of(context: Context) -> str:
+    for key, value in context.invocation_metadata() or ():
+        if key == wire.GATEWAY_KEY:
+            return value if isinstance(value, str) else value.decode()
+    return ""
+
+
+def _unary(
+    call: Call[Asked, Answered], handle: Callable[[Asked, str], Awaitable[Answered]]
+) -> Callable[[bytes, Context], Awaitable[bytes]]:
+    async def serve(data: bytes, context: Context) -> bytes:
+        try:
+            return call.encode(await handle(call.decode_asked(data), _gateway_of(context)))
+        except WorkerRefused as refused:
+            refusal = refused
+        except msgspec.MsgspecError as error:
+            refusal = InvalidRequest(f"{call.name}: {error}")
+        except Exception as error:
+            # The boundary of the process: whatever broke, the caller gets an answer and the log the traceback.
+            _log.exception("%s failed", call.name)
+            refusal = EngineFailed(f"{type(error).__name__}: {error}")
+        await _refuse(context, refusal)
+        raise AssertionError("abort returned")
+
+    return serve
+
+
+async def _refuse(context: Any, refused: WorkerRefused) -> None:
+    message = refused.refusal()
+    await context.abort(
+        getattr(grpc.StatusCode, message.code),
+        message.message,
+        trailing_metadata=((wire.REFUSAL_KEY, msgspec.msgpack.encode(message)),),
+    )
+
+
