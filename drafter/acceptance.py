@@ -1,14 +1,14 @@
 """How many tokens a draft block of k is expected to yield, from what recent blocks did.
 
-Positions of a block are accepted in order, so position j is only tried when all before it were accepted: a step that
-drafted k and accepted a < k tried positions 1 .. a + 1, one that accepted all tried 1 .. k, and neither says anything
-about the positions behind. Hence the estimate is of hazards, h_j = P(position j accepted | all before it were), whose
-trials are counted exactly as they happened (Kaplan-Meier), and
+Positions of a block are accepted in order, so position j is only tried when all before it were accepted: a
+step that drafted k and accepted a < k tried positions 1 .. a + 1, one that accepted all tried 1 .. k, and
+neither says anything about the positions behind. Hence the estimate is of hazards, h_j = P(position j
+accepted | all before it were), whose trials are counted exactly as they happened (Kaplan-Meier), and
 
     tokens(k) = 1 + sum over j = 1 .. k of h_1 · ... · h_j        (the 1 is the target's own token)
 
-Each request's counts lean on the pool of all requests, and the pool's counts of a rarely tried position lean on the
-position before it. Old trials fade.
+Each request's counts lean on the pool of all requests, and the pool's counts of a rarely tried position lean
+on the position before it. Old trials fade.
 """
 
 from __future__ import annotations

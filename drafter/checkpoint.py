@@ -1,8 +1,9 @@
 """Drafter checkpoints on disk, in the z-lab layout: config.json beside safetensors, one file or sharded.
 
-Loading checks everything before a tensor is used: the config against the target's facts, then every tensor's name and
-shape against the config. A drafter with nothing amiss but trained for another target would still produce right text
-and low acceptance, so a checkpoint may carry `target_fingerprint`, which then must equal the target's.
+Loading checks everything before a tensor is used: the config against the target's facts, then every tensor's
+name and shape against the config. A drafter with nothing amiss but trained for another target would still
+produce right text and low acceptance, so a checkpoint may carry `target_fingerprint`, which then must equal
+the target's.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def save_drafter(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Te
 
 
 def read_config(path: Path) -> DFlashConfig:
-    """Parse `path`/config.json. Raises DrafterCheckpointError when it cannot be read, DrafterConfigError otherwise."""
+    """Parse `path`/config.json. Raises DrafterCheckpointError (unreadable) or DrafterConfigError (a field)."""
     file = path / "config.json"
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
@@ -159,7 +160,7 @@ def _check_tensors(path: Path, tensors: Mapping[str, Tensor], shapes: Mapping[st
     unexpected = sorted(tensors.keys() - shapes.keys())
     if unexpected:
         raise DrafterCheckpointError(
-            f"{path}: {len(unexpected)} tensors that a DFlash drafter of this config does not have, first {unexpected[0]}"
+            f"{path}: {len(unexpected)} tensors that this config.json has no place for, first {unexpected[0]}"
         )
     for name, shape in shapes.items():
         found = tuple(tensors[name].shape)

@@ -1,13 +1,14 @@
-"""How a token is chosen from logits, for target and draft alike: filter, add noise keyed by (seed, position), argmax.
+"""How a token is chosen from logits, for target and draft alike: filter, add keyed noise, argmax.
 
-Adding independent Gumbel noise to log-probabilities and taking the argmax draws from the distribution (the Gumbel-max
-trick). The noise of a token is a pure function of (seed, position, token id), where position is the one that the chosen
-token will occupy: whoever chooses for that position, the target's decode step, its verification of a block, another
-worker after a replay, or the draft model, sees the same noise. So the target's choice never depends on how it was
-reached, and a draft whose distribution is close to the target's mostly makes the same choice.
+Adding independent Gumbel noise to log-probabilities and taking the argmax draws from the distribution (the
+Gumbel-max trick). The noise of a token is a pure function of (seed, position, token id), where position is
+the one that the chosen token will occupy: whoever chooses for that position, the target's decode step, its
+verification of a block, another worker after a replay, or the draft model, sees the same noise. So the
+target's choice never depends on how it was reached, and a draft whose distribution is close to the target's
+mostly makes the same choice.
 
-Noise is a counter-based hash (the finaliser of splitmix64) in integer arithmetic, exact on every device, turned into an
-exponential variate in float64.
+Noise is a counter-based hash (the finaliser of splitmix64) in integer arithmetic, exact on every device,
+turned into an exponential variate in float64.
 
 Shapes: N rows, V vocabulary.
 """
@@ -75,10 +76,11 @@ def choose(logits_NV: Tensor, rules: Sequence[ChoiceRule], positions: Sequence[i
 
 
 def filtered(logits_NV: Tensor, temperature: float, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
-    """Candidates of each row: scores [N, C] = logits / temperature, -inf where filtered out, and their token ids.
+    """Candidates of each row: scores [N, C] = logits / temperature (-inf: filtered out), and their token ids.
 
-    Token ids are [N, C], or [1, V] when the whole vocabulary stays. Top-k first, then top-p over what it left, as
-    Hugging Face and vLLM do. Ties with the last candidate kept stay in, so that no sorting order can matter.
+    Token ids are [N, C], or [1, V] when the whole vocabulary stays. Top-k first, then top-p over what it
+    left, as Hugging Face and vLLM do. Ties with the last candidate kept stay in, so that no sorting order can
+    matter.
     """
     scores = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
     scores = scores / temperature
@@ -98,7 +100,7 @@ def filtered(logits_NV: Tensor, temperature: float, top_k: int, top_p: float) ->
 
 
 def _top_p_of_all(scores: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """Top-p over the whole vocabulary. The nucleus is mostly small, so look at the best candidates before sorting all."""
+    """Top-p over the whole vocabulary. The nucleus is mostly small: look at the best before sorting all."""
     total = scores.logsumexp(-1, keepdim=True)
     vocab = scores.shape[-1]
     sorted_scores = torch.topk(scores, min(_TOP_P_FIRST_LOOK, vocab), dim=-1).values
@@ -110,8 +112,10 @@ def _top_p_of_all(scores: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
 
 
 def _nucleus_floor(sorted_scores: Tensor, total: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """Lowest score [N, 1] in the smallest set of best candidates whose probability reaches top_p, and whether the
-    candidates at hand reach it at all. The best candidate is always in."""
+    """Lowest score [N, 1] of each row's nucleus, and whether the candidates at hand reach top_p at all.
+
+    The nucleus is the smallest set of best candidates whose probability reaches top_p; it is never empty.
+    """
     probs = (sorted_scores - total).double().exp()
     cumulative = probs.cumsum(dim=-1)
     kept = (cumulative - probs < top_p).sum(dim=-1, keepdim=True).clamp(min=1)
@@ -137,8 +141,8 @@ def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
     bits = (bits ^ _shift(bits, 30)) * _signed(_MIX_1)
     bits = (bits ^ _shift(bits, 27)) * _signed(_MIX_2)
     bits = bits ^ _shift(bits, 31)
-    # 53 bits, centred so that neither 0 nor 1 occurs. What decides an argmax is the small end of the exponential, and
-    # -log1p(-u) keeps full relative precision there.
+    # 53 bits, centred so that neither 0 nor 1 occurs. What decides an argmax is the small end of the
+    # exponential, and -log1p(-u) keeps full relative precision there.
     uniform = (_shift(bits, 11).double() + 0.5) * 2.0**-53
     return uniform.neg_().log1p_().neg_().log_().neg_()
 

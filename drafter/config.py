@@ -1,9 +1,10 @@
 """The settings of a DFlash drafter, parsed once from the z-lab dialects of config.json and then frozen.
 
-Dialects: `block_size` stands at the top level in old checkpoints and inside `dflash_config` in newer ones; rotary
-settings are `rope_theta` + `rope_scaling` (old) or `rope_parameters` (new); causality of the block is `is_causal` at
-the top level or `causal` inside `dflash_config`. A feature that changes the draft model's mathematics and is not
-built here is refused by name, because ignoring it would leave the text right and only the acceptance low.
+Dialects: `block_size` stands at the top level in old checkpoints and inside `dflash_config` in newer ones;
+rotary settings are `rope_theta` + `rope_scaling` (old) or `rope_parameters` (new); causality of the block is
+`is_causal` at the top level or `causal` inside `dflash_config`. A feature that changes the draft model's
+mathematics and is not built here is refused by name, because ignoring it would leave the text right and only
+the acceptance low.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ class _Fields:
 
 
 def default_tap_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
-    """Evenly spaced taps from layer 1 to the third last, as z-lab's drafters have them; one layer taps the middle."""
+    """Taps of z-lab's drafters: evenly spaced from layer 1 to the third last; one layer taps the middle."""
     if num_draft_layers == 1:
         return (num_target_layers // 2,)
     span = num_target_layers - 4
@@ -190,8 +191,8 @@ def _refuse_unsupported(fields: _Fields) -> None:
     if draft_vocab_size is not None and draft_vocab_size != fields.get("vocab_size"):
         raise DrafterConfigError(
             "draft_vocab_size",
-            f"{draft_vocab_size} differs from vocab_size {fields.get('vocab_size')}; a reduced draft vocabulary is not "
-            "supported, use a drafter over the target's whole vocabulary",
+            f"{draft_vocab_size} differs from vocab_size {fields.get('vocab_size')}; a reduced draft "
+            "vocabulary is not supported, use a drafter over the target's whole vocabulary",
         )
 
 
@@ -249,7 +250,7 @@ def _tap_layer_ids(fields: _Fields, num_layers: int, num_target_layers: int) -> 
         if tap == num_target_layers - 1:
             raise DrafterConfigError(
                 "dflash_config.target_layer_ids",
-                f"{tap} is the target's last layer; trainers disagree whether its tap comes before or after the final "
-                "norm, so it is refused: train with earlier taps",
+                f"{tap} is the target's last layer; trainers disagree whether its tap comes before or "
+                "after the final norm, so it is refused: train with earlier taps",
             )
     return taps

@@ -1,12 +1,13 @@
 """From the target's hidden states to the drafter's context: keys and values of every draft layer.
 
 For each committed token the taps (outputs of chosen target layers, concatenated) are projected once to
-c = hidden_norm(fc · taps). Every draft layer's context keys and values are linear in that same c, without the layer's
-input norm, MLP or residual, so all layers' projections are one matrix product; keys then get their layer's k_norm and
-the rotation of the token's position. Values stay raw. (z-lab/dflash, `Qwen3DFlashAttention`.)
+c = hidden_norm(fc · taps). Every draft layer's context keys and values are linear in that same c, without the
+layer's input norm, MLP or residual, so all layers' projections are one matrix product; keys then get their
+layer's k_norm and the rotation of the token's position. Values stay raw. (z-lab/dflash,
+`Qwen3DFlashAttention`.)
 
-Shapes: T tokens flat over requests, X = taps × target hidden size, H draft hidden size, L draft layers, N KV heads, D
-head_dim.
+Shapes: T tokens flat over requests, X = taps × target hidden size, H draft hidden size, L draft layers, N KV
+heads, D head_dim.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class ContextProjection:
         self._fc_HX = fc_HX
         self._hidden_norm_H = hidden_norm_H
         self._num_layers, self._head_dim = k_norm_LD.shape
-        # Rows ordered [L, K|V, N, D]: one product serves all layers, and each layer's K and V are plain views of it.
+        # Rows ordered [L, K|V, N, D]: one product serves all layers, and each layer's K and V are plain views
+        # of it.
         self._kv_proj = torch.stack((k_proj_LMH, v_proj_LMH), dim=1).flatten(0, 2).contiguous()
         self._k_norm_L1D = k_norm_LD[:, None, :]
         self._eps = eps

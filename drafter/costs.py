@@ -1,9 +1,9 @@
 """What a step costs: seconds to draft and to verify k tokens for a batch, as measured lately.
 
-Each (batch bucket, k) keeps its last few measurements; their median stands for it, so that a hiccup of the machine
-does not. What was not measured is inferred: between two measured k by a straight line; in a bucket with one measured k
-or none, from the nearest bucket's proportions; before anything is known, from rough proportions that the first
-measurements replace.
+Each (batch bucket, k) keeps its last few measurements; their median stands for it, so that a hiccup of the
+machine does not. What was not measured is inferred: between two measured k by a straight line; in a bucket
+with one measured k or none, from the nearest bucket's proportions; before anything is known, from rough
+proportions that the first measurements replace.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections import deque
 from statistics import median
 
 _WINDOW = 25
-# Only until measured: a verification grows by a seventh of a decode step per draft, drafting by a fiftieth of itself,
-# and a draft costs 0.8 of a decode step.
+# Only until measured: a verification grows by a seventh of a decode step per draft, drafting by a fiftieth of
+# itself, and a draft costs 0.8 of a decode step.
 _VERIFY_GROWTH = 1 / 7
 _DRAFT_GROWTH = 0.02
 _DRAFT_SHARE = 0.8
@@ -102,7 +102,7 @@ class _CostCurves:
 
 
 def _on_line(points: list[tuple[int, float]], num_draft: int) -> float:
-    """Piecewise linear through `points` (two at least, ascending), the outer pieces extended; never negative."""
+    """Piecewise linear through two or more ascending `points`, the outer pieces extended; never negative."""
     for k, seconds in points:
         if k == num_draft:
             return seconds

@@ -1,14 +1,15 @@
 """A DFlash draft model: reads the target's hidden states, proposes a block of tokens in one forward pass.
 
-Life of a request, as the drafter sees it: after every target forward, `append_context` writes the keys and values of
-the newly committed tokens into the request's draft pages, so the draft context always ends where the target's KV ends.
-Then `propose` runs the block [anchor, mask, mask, ...] at positions start .. start + block_size - 1, where the anchor
-is the last token chosen and start its position. The block attends to the context and, not causally, to itself; its own
-keys and values are scratch that the next `append_context` and `propose` overwrite. Slot j >= 1 predicts the token at
-its own position; slot 0 holds the anchor and predicts nothing.
+Life of a request, as the drafter sees it: after every target forward, `append_context` writes the keys and
+values of the newly committed tokens into the request's draft pages, so the draft context always ends where
+the target's KV ends. Then `propose` runs the block [anchor, mask, mask, ...] at positions start .. start +
+block_size - 1, where the anchor is the last token chosen and start its position. The block attends to the
+context and, not causally, to itself; its own keys and values are scratch that the next `append_context` and
+`propose` overwrite. Slot j >= 1 predicts the token at its own position; slot 0 holds the anchor and predicts
+nothing.
 
-The block always runs at full size, however few drafts are wanted: the model was trained on full blocks, and a shorter
-one would change the drafts that remain. Only the output head is cut to the slots asked for.
+The block always runs at full size, however few drafts are wanted: the model was trained on full blocks, and a
+shorter one would change the drafts that remain. Only the output head is cut to the slots asked for.
 
 Shapes: B requests, T tokens flat over requests, S block_size, K num_draft, H draft hidden size, V vocabulary.
 """
@@ -30,7 +31,7 @@ from drafter.layers import RotaryTable, Rotation, rms_norm, rotate, swiglu
 
 @dataclass(frozen=True, slots=True)
 class DraftLayerWeights:
-    """One layer, in the fused form the block runs: rows of `qkv` are q, k, v; rows of `gate_up` are gate, up."""
+    """One layer, fused as the block runs it: rows of `qkv` are q, k, v; rows of `gate_up` are gate, up."""
 
     input_norm_H: Tensor
     qkv: Tensor
@@ -55,7 +56,7 @@ class DraftWeights:
 
 
 class DFlashDrafter:
-    """A loaded drafter. Holds weights only; keys and values live in the pool that the caller's attention is bound to."""
+    """A loaded drafter. Holds weights only; keys and values live in the pool of the caller's attention."""
 
     def __init__(self, config: DFlashConfig, weights: DraftWeights) -> None:
         self.config = config
@@ -124,8 +125,9 @@ class DFlashDrafter:
     ) -> Tensor:
         """Draft logits [B, K, V] for the K = num_draft positions that follow each anchor.
 
-        anchor_ids_B: each request's last chosen token. positions_T: positions of all block slots, request by request
-        (B·block_size of them, any shape). plan: q_lens = [block_size]*B, kv_lens = start + block_size, causal=False.
+        anchor_ids_B: each request's last chosen token. positions_T: positions of all block slots, request by
+        request (B·block_size of them, any shape). plan: q_lens = [block_size]*B, kv_lens = start +
+        block_size, causal=False.
         Raises ValueError when num_draft is not in 1 .. max_draft_tokens.
         """
         if not 1 <= num_draft <= self.max_draft_tokens:

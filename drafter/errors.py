@@ -8,7 +8,7 @@ class DrafterError(ValueError):
 
 
 class DrafterConfigError(DrafterError):
-    """config.json of a drafter lacks a field, holds a value out of range, or asks for an unsupported feature."""
+    """config.json lacks a field, holds a value out of range, or asks for an unsupported feature."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(f"drafter config.json: {field}: {reason}")

@@ -1,16 +1,16 @@
 """How many tokens to draft in a step, 0 included: whatever promises most tokens per second for this batch.
 
-A block pays only when the tokens it yields outweigh what drafting and the wider verification cost, and both differ by
-machine, batch and text. So the policy divides expected tokens (`drafter.acceptance`) by measured seconds
-(`drafter.costs`) and picks the best number, with three precautions:
+A block pays only when the tokens it yields outweigh what drafting and the wider verification cost, and both
+differ by machine, batch and text. So the policy divides expected tokens (`drafter.acceptance`) by measured
+seconds (`drafter.costs`) and picks the best number, with three precautions:
 
-* Exploration. Estimates of what is not being done go stale: acceptance while nothing is drafted, the plain decode step
-  while everything is. Probes refresh them, paid from an allowance that grows with the time spent and is charged what
-  the probe is expected to lose, so probes near break-even are frequent and hopeless ones rare.
+* Exploration. Estimates of what is not being done go stale: acceptance while nothing is drafted, the plain
+  decode step while everything is. Probes refresh them, paid from an allowance that grows with the time spent
+  and is charged what the probe is expected to lose, so probes near break-even are frequent, hopeless ones rare.
 * Hysteresis. A different number must promise clearly more than the present one.
-* A guard. Time and tokens of recent steps are compared with what target-only decoding would have taken. When the
-  balance falls behind by more than a few per cent, nothing is drafted until it has recovered, whatever the estimates
-  say.
+* A guard. Time and tokens of recent steps are compared with what target-only decoding would have taken. When
+  the balance falls behind by more than a little, nothing is drafted until it has recovered, whatever the
+  estimates say.
 
 Pure: it is told durations and outcomes, and holds no clock.
 """
@@ -127,7 +127,8 @@ class BlockLengthPolicy:
         """A number worth trying for what it teaches, when the allowance covers its expected loss."""
         candidates: list[int] = []
         if best == 0:
-            # While nothing is drafted nothing is learnt of acceptance, so the most promising number is always due.
+            # While nothing is drafted nothing is learnt of acceptance, so the most promising number is always
+            # due.
             candidates.append(max(range(1, len(rates)), key=rates.__getitem__))
         elif self._stale(0):
             candidates.append(0)

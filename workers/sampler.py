@@ -1,8 +1,9 @@
 """The target's choice of tokens, and their log-probabilities.
 
-How a token is chosen lives in `drafter.choice`, because the draft model must choose by the same rule and noise; this
-module ties it to requests: `SamplingParams` in, token ids and `TokenLogprob` out. Log-probabilities come from the
-target's unfiltered distribution at temperature 1, whatever the sampling settings.
+How a token is chosen lives in `drafter.choice`, because the draft model must choose by the same rule and
+noise; this module ties it to requests: `SamplingParams` in, token ids and `TokenLogprob` out.
+Log-probabilities come from the target's unfiltered distribution at temperature 1, whatever the sampling
+settings.
 
 Shapes: N rows, V vocabulary.
 """
@@ -28,7 +29,7 @@ class Sampler:
         return choose(logits_NV, [_rule(params) for params in sampling], positions)
 
     def logprobs(self, logits_NV: Tensor, tokens_N: Tensor, num_top: Sequence[int]) -> list[TokenLogprob]:
-        """The chosen tokens' log-probabilities, each with the num_top[n] most likely tokens of its row, best first.
+        """The chosen tokens' log-probabilities, each with the num_top[n] likeliest of its row, best first.
 
         Raises ValueError when the three lengths differ.
         """
