@@ -1,0 +1,168 @@
+"""What an engine sees of the transceiver: the values that describe a transfer, its events, and
+`TransferPort`.
+
+The receiver (generation worker) reserves pages and calls `expect`; the sender (context worker) calls `open`,
+then `push` after each chunk whose forward has finished, then `finish`. Both learn the end from `poll`: the
+receiver `Landed`, the sender `Delivered`, or either `Broke`. Every transfer ends in exactly one of these on
+each side, whatever the other does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvmanager.ids import PageId, TransferId, WorkerEpoch
+from transceiver.wire import Handoff, TerminalState
+
+
+class PageLists(Protocol):
+    """A request's pages in both pools, in position order; look-ahead pages may follow the prompt's."""
+
+    @property
+    def target(self) -> tuple[PageId, ...]: ...
+
+    @property
+    def draft(self) -> tuple[PageId, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Page lists as a plain value. `draft` is empty where there is no draft pool."""
+
+    target: tuple[PageId, ...]
+    draft: tuple[PageId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendSpec:
+    """One outgoing transfer: the KV of `num_tokens` prompt positions, from our pages to the peer's.
+
+    `ttl_s` bounds it from the next poll on. `ship_draft` False leaves the peer's draft pages as they are.
+    """
+
+    transfer: TransferId
+    peer: WorkerEpoch
+    num_tokens: int
+    source: PageLists
+    destination: PageLists
+    ttl_s: float
+    ship_draft: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiveSpec:
+    """One incoming transfer into our pages. `ttl_s` counts from the next poll on."""
+
+    transfer: TransferId
+    num_tokens: int
+    destination: PageLists
+    ttl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """Receiver: all KV is in place and nobody writes the pages any more."""
+
+    transfer: TransferId
+    handoff: Handoff
+    bytes_target: int
+    bytes_draft: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """Sender: the receiver has confirmed; the source pages are free of this transfer."""
+
+    transfer: TransferId
+    bytes_target: int
+    bytes_draft: int
+
+
+@dataclass(frozen=True, slots=True)
+class Broke:
+    """Either side: the transfer failed, was cancelled, or expired; this side's pages are safe to reuse."""
+
+    transfer: TransferId
+    state: TerminalState
+    reason: str
+
+
+TransferEvent = Landed | Delivered | Broke
+
+
+@dataclass(frozen=True, slots=True)
+class PortStats:
+    """Open transfers, and counters since start. Bytes count what this side sent and what it received."""
+
+    sending: int
+    receiving: int
+    done: int
+    failed: int
+    cancelled: int
+    expired: int
+    bytes_target: int
+    bytes_draft: int
+
+
+class TransferPort(Protocol):
+    """One worker's end of all its transfers."""
+
+    def hello(self) -> bytes:
+        """This worker's introduction, for any peer's `connect`."""
+        ...
+
+    def connect(self, hello: bytes) -> WorkerEpoch:
+        """Admit a peer; the same hello again is harmless. Raises HandshakeRefused with a readable reason.
+
+        One direction is enough: a peer that is written to learns of this worker from the first message.
+        """
+        ...
+
+    def disconnect(self, epoch: WorkerEpoch) -> None:
+        """The peer is gone: every transfer with it breaks. A stranger is harmless."""
+        ...
+
+    def open(self, spec: SendSpec) -> None:
+        """Start an outgoing transfer. Raises UnknownPeer, DuplicateTransfer, PlanError."""
+        ...
+
+    def push(self, transfer: TransferId, end_position: int) -> None:
+        """KV of positions < end_position is final in both pools: ship the pages it completes. Never goes
+        back.
+
+        Harmless after the transfer has broken. Raises UnknownTransfer, PlanError.
+        """
+        ...
+
+    def finish(self, transfer: TransferId, handoff: Handoff) -> None:
+        """All prompt KV is final: ship the rest, then the handoff behind it. Raises UnknownTransfer,
+        PlanError.
+        """
+        ...
+
+    def expect(self, spec: ReceiveSpec) -> None:
+        """Announce an incoming transfer, before its sender can know of it. Raises DuplicateTransfer,
+        PlanError.
+        """
+        ...
+
+    def abort(self, transfer: TransferId, reason: str) -> None:
+        """End a transfer of either direction as CANCELLED; `Broke` follows when its pages are safe.
+        Idempotent.
+        """
+        ...
+
+    def poll(self, now_s: float) -> list[TransferEvent]:
+        """Make progress and collect what ended. `now_s` never goes back."""
+        ...
+
+    def stats(self) -> PortStats: ...
+
+    def check(self) -> None:
+        """Raises BookCorrupt when the bookkeeping contradicts itself."""
+        ...
+
+    def close(self) -> None:
+        """Release the transport. Open transfers are dropped without a word."""
+        ...

@@ -1,0 +1,223 @@
+"""What workers say to each other: versioned msgspec tagged unions, packed as msgpack.
+
+Every message is `MAGIC`, the protocol version (2 bytes, big-endian), then the payload. The version is decoded
+before the payload, so that another version is refused by name instead of failing somewhere inside.
+
+One transfer, when all goes well (W = writer, the context worker; R = receiver, the generation worker):
+
+    R expects the transfer (pages reserved)
+    W ── Open ──▶ R      "may I write these pages?"; re-sent until answered
+    W ◀─ Grant ── R      "yes, for lease_s counted from when you sent that Open"
+    W ══ pages ═▶ R      one-sided writes, chunk by chunk
+    W ── Done ──▶ R      after the last write has completed; re-sent until answered
+    W ◀─ Ack ──── R
+
+Either side may end it: `Abort` (R asks W to stop) is re-sent until W says `Closed`; `Closed` (W has stopped
+writing) is re-sent until `Ack`. `Refuse` answers an Open that R does not expect. Every message may be lost,
+doubled, or late.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Literal
+
+import msgspec
+
+from kvmanager.ids import PageId, TransferId, WorkerEpoch
+from kvmanager.layout import KvGeometry
+from transceiver.errors import VersionMismatch, WireError
+
+PROTOCOL_VERSION = 1
+MAGIC = b"SLST"
+MAX_MESSAGE_BYTES = 1 << 20
+
+DraftMode = Literal["none", "mirrored", "unified"]
+PAGE_ORDER = "layer,k|v,kv_head,position,head_dim"
+
+
+class TerminalState(enum.StrEnum):
+    """How a transfer ends, told to the other side."""
+
+    DONE = "DONE"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+    EXPIRED = "EXPIRED"
+
+
+class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
+    """What must be equal on both sides for shipped KV to mean the same; `num_draft_tokens` alone may differ.
+
+    `target_model` and `draft_model` identify weights (a content hash or a name with one), not directories.
+    """
+
+    target_model: str
+    target_dtype: str
+    target: KvGeometry
+    draft_model: str | None = None
+    draft_dtype: str | None = None
+    draft: KvGeometry | None = None
+    draft_mode: DraftMode = "none"
+    page_order: str = PAGE_ORDER
+    num_draft_tokens: int = 0
+
+
+class Region(msgspec.Struct, frozen=True):
+    """A pool in memory: `num_pages` pages of `page_bytes`, dense from `address`. `size_bytes` may exceed
+    their sum.
+
+    `device` is the accelerator's index, or None for host memory.
+    """
+
+    address: int
+    size_bytes: int
+    page_bytes: int
+    num_pages: int
+    device: int | None = None
+
+
+class Pools(msgspec.Struct, frozen=True):
+    """The pools of one worker, registered whole and once."""
+
+    target: Region
+    draft: Region | None = None
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker incarnation introduces itself. `metadata` is what its transport needs to be reached."""
+
+    epoch: WorkerEpoch
+    role: str
+    fingerprint: Fingerprint
+    pools: Pools
+    transport: str
+    metadata: bytes
+
+
+class Handoff(msgspec.Struct, frozen=True, kw_only=True):
+    """What prefill hands to decoding, apart from KV. `num_tokens` are those with KV: the first sampled token
+    has none.
+
+    A first token that ends the request is an ordinary handoff. `first_logprob` is the natural logarithm of
+    its probability. `draft_shipped` is set by the sender's endpoint: False means the draft pages were left as
+    they were.
+    """
+
+    num_tokens: int
+    first_token: int
+    first_logprob: float | None = None
+    first_top_logprobs: tuple[tuple[int, float], ...] = ()
+    prompt_tokens_computed: int = 0
+    draft_shipped: bool = True
+
+
+class Introduce(msgspec.Struct, frozen=True, tag=True):
+    """Carries a packed `Hello` to a peer that may not know the sender yet."""
+
+    hello: bytes
+
+
+class Open(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """W asks to write. `attempt` counts the sendings of this Open; the grant echoes it."""
+
+    transfer: TransferId
+    attempt: int
+    num_tokens: int
+    target_pages: tuple[PageId, ...]
+    draft_pages: tuple[PageId, ...]
+    ship_draft: bool
+
+
+class Grant(msgspec.Struct, frozen=True, tag=True):
+    """R allows writes for `lease_s` seconds, counted by W from when it sent the Open numbered `attempt`."""
+
+    transfer: TransferId
+    attempt: int
+    lease_s: float
+
+
+class Refuse(msgspec.Struct, frozen=True, tag=True):
+    """R does not expect this transfer, or not like this. Nothing was granted."""
+
+    transfer: TransferId
+    reason: str
+
+
+class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """W has completed every write of the transfer."""
+
+    transfer: TransferId
+    handoff: Handoff
+    bytes_target: int
+    bytes_draft: int
+
+
+class Ack(msgspec.Struct, frozen=True, tag=True):
+    """R has heard W's Done or Closed."""
+
+    transfer: TransferId
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """R wants W to stop and to say Closed once no write is in flight."""
+
+    transfer: TransferId
+    state: TerminalState
+    reason: str
+
+
+class Closed(msgspec.Struct, frozen=True, tag=True):
+    """W has ended the transfer. `quiet`: no write of it can arrive any more."""
+
+    transfer: TransferId
+    state: TerminalState
+    reason: str
+    quiet: bool
+
+
+Message = Introduce | Open | Grant | Refuse | Done | Ack | Abort | Closed
+
+
+def with_draft_shipped(handoff: Handoff, draft_shipped: bool) -> Handoff:
+    return msgspec.structs.replace(handoff, draft_shipped=draft_shipped)
+
+
+def with_attempt(message: Open, attempt: int) -> Open:
+    return msgspec.structs.replace(message, attempt=attempt)
+
+
+_encoder = msgspec.msgpack.Encoder()
+_messages = msgspec.msgpack.Decoder(Message)
+_hellos = msgspec.msgpack.Decoder(Hello)
+
+
+def encode(message: Message | Hello) -> bytes:
+    return MAGIC + PROTOCOL_VERSION.to_bytes(2, "big") + _encoder.encode(message)
+
+
+def decode(data: bytes) -> Message:
+    """Raises VersionMismatch before anything behind the version is read, else WireError."""
+    try:
+        return _messages.decode(_payload(data))
+    except (msgspec.DecodeError, ValueError) as error:
+        raise WireError(f"malformed message: {error}") from error
+
+
+def decode_hello(data: bytes) -> Hello:
+    """Raises VersionMismatch before anything behind the version is read, else WireError."""
+    try:
+        return _hellos.decode(_payload(data))
+    except (msgspec.DecodeError, ValueError) as error:
+        raise WireError(f"malformed hello: {error}") from error
+
+
+def _payload(data: bytes) -> bytes:
+    header = len(MAGIC) + 2
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise WireError(f"message of {len(data)} bytes; the limit is {MAX_MESSAGE_BYTES}")
+    if len(data) < header or data[: len(MAGIC)] != MAGIC:
+        raise WireError("not a message of this protocol")
+    version = int.from_bytes(data[len(MAGIC) : header], "big")
+    if version != PROTOCOL_VERSION:
+        raise VersionMismatch(PROTOCOL_VERSION, version)
+    return data[header:]
