@@ -1,8 +1,9 @@
 """What a model asks of paged attention.
 
-Life of a step: the engine calls `plan` once with every request's page table row and lengths; each layer then calls
-`write` with its fresh keys and values and `attend` with its queries, both with that plan. The target model and the
-draft model use the same interface, each bound to its own pool; `workers.attention` implements it.
+Life of a step: the engine calls `plan` once with every request's page table row and lengths; each layer then
+calls `write` with its fresh keys and values and `attend` with its queries, both with that plan. The target
+model and the draft model use the same interface, each bound to its own pool; `workers.attention` implements
+it.
 
 Shapes: B requests, T = sum(q_lens) tokens of the step flat in request order, H heads, D head_dim.
 """
@@ -31,10 +32,10 @@ class PagedAttention(Protocol):
     ) -> AttentionPlan:
         """Prepare one step.
 
-        page_rows: int32 [B, max_pages], each request's page ids in position order.
-        q_lens[b]: tokens of request b in this step; they occupy positions kv_lens[b]-q_lens[b] .. kv_lens[b]-1.
-        kv_lens[b]: positions of request b that hold keys and values once this step's are written.
-        causal: True lets each query see positions up to its own; False lets it see all kv_lens[b] of them.
+        page_rows: int32 [B, max_pages], each request's page ids in position order. q_lens[b]: tokens of
+        request b in this step; they occupy positions kv_lens[b]-q_lens[b] .. kv_lens[b]-1. kv_lens[b]:
+        positions of request b that hold keys and values once this step's are written. causal: True lets each
+        query see positions up to its own; False lets it see all kv_lens[b] of them.
         """
 
     def write(self, layer: int, k_THD: Tensor, v_THD: Tensor, plan: AttentionPlan) -> None:

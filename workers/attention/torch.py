@@ -1,16 +1,17 @@
 """Paged attention in plain torch: the definition of what is right, and the back end on a CPU.
 
-A plan sorts a step's requests into groups with equally many queries; each group is one batched attention over keys
-and values gathered from the pool. The queries of the heads that share a kv head are folded into rows, so keys and
-values are never repeated. Positions past a request's length are never read: short requests of a group are padded with
-their own position 0 and masked, so what lies in unused parts of a page cannot leak, not even NaN. Prompts that start
-at position 0 in this step attend to their fresh keys and values directly, without the way through the pool.
+A plan sorts a step's requests into groups with equally many queries; each group is one batched attention over
+keys and values gathered from the pool. The queries of the heads that share a kv head are folded into rows, so
+keys and values are never repeated. Positions past a request's length are never read: short requests of a
+group are padded with their own position 0 and masked, so what lies in unused parts of a page cannot leak, not
+even NaN. Prompts that start at position 0 in this step attend to their fresh keys and values directly,
+without the way through the pool.
 
     the pool as rows of head_dim:   row(page, layer, kv, head, offset)
         = (((page * layers + layer) * 2 + kv) * heads + head) * page_size + offset
 
-Shapes: T tokens of the step; B requests of a group, Q queries of each, S gathered positions; N kv heads, G query heads
-per kv head, D head_dim.
+Shapes: T tokens of the step; B requests of a group, Q queries of each, S gathered positions; N kv heads, G
+query heads per kv head, D head_dim.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _MAX_PADDING = 2  # a group gathers at most this many times the positions its re
 class _Group:
     """Requests of one step with equally many queries, attended to together.
 
-    `mask_BQS` is added to the scores: 0 where a query sees a position, -inf where not. None: every query sees all S.
+    `mask_BQS` is added to the scores: 0 where a query sees a position, -inf where not. None: every query sees
+    all S.
     """
 
     num_requests: int
@@ -45,7 +47,7 @@ class _Group:
 
 
 class TorchPlan:
-    """One step's index tensors, made by `TorchPagedAttention.plan`. Gathers are prepared at the first `attend`."""
+    """One step's index tensors, from `TorchPagedAttention.plan`; the first `attend` adds what it gathers."""
 
     def __init__(
         self,
@@ -91,7 +93,7 @@ class TorchPagedAttention:
     def plan(
         self, page_rows: Tensor, q_lens: Sequence[int], kv_lens: Sequence[int], causal: bool
     ) -> TorchPlan:
-        """See `PagedAttention.plan`. Raises ValueError for lengths that do not fit each other or the page rows."""
+        """See `PagedAttention.plan`. Raises ValueError for lengths that do not fit each other or the pages."""
         self._check(page_rows, q_lens, kv_lens)
         pages = page_rows.to(self._device, torch.int64)
         requests = [request for request, length in enumerate(q_lens) for _ in range(length)]
@@ -213,7 +215,7 @@ def _own(plan: AttentionPlan) -> TorchPlan:
 
 
 def _grouped(q_lens: Sequence[int], kv_lens: Sequence[int]) -> list[list[int]]:
-    """Requests with equal q_lens, split further where padding to the longest would gather too much; in order."""
+    """Requests with equal q_lens, split further where padding to the longest would gather too much."""
     by_queries: dict[int, list[int]] = {}
     for request, q_len in enumerate(q_lens):
         by_queries.setdefault(q_len, []).append(request)

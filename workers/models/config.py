@@ -1,7 +1,8 @@
 """The dimensions of a target model, parsed once from config.json or from GGUF metadata and frozen.
 
-Supported are the dense families Llama, Qwen2 and Qwen3. What the code does not implement (sliding windows, other
-activations, quantized weights in a Hugging Face directory) is refused here, by field, before a tensor is read.
+Supported are the dense families Llama, Qwen2 and Qwen3. What the code does not implement (sliding windows,
+other activations, quantized weights in a Hugging Face directory) is refused here, by field, before a tensor
+is read.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, Literal
 
 from drafter.layers import RopeError, RopeParameters
 from workers.models.errors import CheckpointError
+from workers.models.gguf import eos_token_ids
 
 Family = Literal["llama", "qwen2", "qwen3"]
 
@@ -116,12 +118,13 @@ class ModelConfig:
     def from_gguf(
         cls, metadata: Mapping[str, Any], path: Path, *, tensor_names: frozenset[str], vocab_size: int
     ) -> ModelConfig:
-        """Parse GGUF metadata. `vocab_size` is the rows of token_embd.weight; biases and tying show in the names."""
+        """Parse GGUF metadata. `vocab_size`: rows of token_embd.weight; biases and tying show in the names."""
         family = metadata.get("general.architecture")
         if family not in GGUF_ARCHITECTURES:
             raise CheckpointError(
                 path,
-                f"general.architecture {family!r} is not supported (supported: {', '.join(GGUF_ARCHITECTURES)})",
+                f"general.architecture {family!r} is not supported "
+                f"(supported: {', '.join(GGUF_ARCHITECTURES)})",
             )
         if f"{family}.expert_count" in metadata:
             raise CheckpointError(path, f"{family}.expert_count: mixtures of experts are not supported")
@@ -149,7 +152,7 @@ class ModelConfig:
             qk_norm="blk.0.attn_q_norm.weight" in tensor_names,
             tie_word_embeddings="output.weight" not in tensor_names,
             bos_token_id=int(bos) if bos is not None else None,
-            eos_token_ids=_token_ids(metadata.get("tokenizer.ggml.eos_token_id")),
+            eos_token_ids=eos_token_ids(metadata),
         )
         parsed.check(path)
         return parsed

@@ -1,11 +1,12 @@
 """The target model: a dense Llama, Qwen2 or Qwen3 decoder over paged attention.
 
-Life of a step: the engine plans attention, calls `forward` with the step's tokens flat in request order, and asks for
-`logits` of only the rows it samples from. One class serves the three families; they differ in which biases and norms
-exist. Projections that read the same input are fused (q|k|v and gate|up), because a decode step is bound by the number
-of passes over memory and of calls, not by arithmetic.
+Life of a step: the engine plans attention, calls `forward` with the step's tokens flat in request order, and
+asks for `logits` of only the rows it samples from. One class serves the three families; they differ in which
+biases and norms exist. Projections that read the same input are fused (q|k|v and gate|up), because a decode
+step is bound by the number of passes over memory and of calls, not by arithmetic.
 
-Shapes: T tokens of the step, H hidden size, N query or kv heads, D head_dim, I intermediate size, V vocabulary.
+Shapes: T tokens of the step, H hidden size, N query or kv heads, D head_dim, I intermediate size, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafter.attention import AttentionPlan, PagedAttention
-from drafter.layers import Rotation, RotaryTable, rms_norm, rotate, swiglu
+from drafter.layers import RotaryTable, Rotation, rms_norm, rotate, swiglu
 from workers.models.config import ModelConfig
 
 
@@ -50,14 +51,14 @@ class DecoderWeights:
 
 
 class DecoderOutput(NamedTuple):
-    """A step's result. `hidden_TH` has the final norm applied; `taps_TX` is [T, m·H], or None without taps."""
+    """A step's result. `hidden_TH` has the final norm applied; `taps_TX` is [T, m·H], None without taps."""
 
     hidden_TH: Tensor
     taps_TX: Tensor | None
 
 
 class Decoder:
-    """A loaded target. Weights are never changed; calls are pure but for the pages that `attention` writes."""
+    """A loaded target. Weights never change; calls are pure but for the pages that `attention` writes."""
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights, fingerprint: str) -> None:
         self.config = config
@@ -86,9 +87,9 @@ class Decoder:
     ) -> DecoderOutput:
         """Run one step and write its keys and values.
 
-        token_ids_T, positions_T: integer [T], in the order the plan was made for. Tap id i is the output of decoder
-        layer i before the final norm (Hugging Face's hidden_states[i + 1]); taps are joined in the order asked for.
-        Raises ValueError for a tap outside 0 .. num_layers - 1.
+        token_ids_T, positions_T: integer [T], in the order the plan was made for. Tap id i is the output of
+        decoder layer i before the final norm (Hugging Face's hidden_states[i + 1]); taps are joined in the
+        order asked for. Raises ValueError for a tap outside 0 .. num_layers - 1.
         """
         for tap in tap_layer_ids:
             if not 0 <= tap < self.config.num_layers:

@@ -1,15 +1,16 @@
 """Reading of GGUF files: metadata and tensors, straight from a memory map.
 
-The header is parsed here, because the `gguf` library's reader builds a numpy view for every vocabulary entry (seconds
-for 49,152 tokens); its dequantization is used as it is. No torch: the tokenizer reads metadata through this too.
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little endian.
+The header is parsed here, because the `gguf` library's reader builds a numpy view for every vocabulary entry
+(seconds for 49,152 tokens); its dequantization is used as it is. No torch: the tokenizer reads metadata
+through this too. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little
+endian.
 """
 
 from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -21,6 +22,7 @@ from workers.models.errors import CheckpointError
 
 MetadataValue = int | float | bool | str | list[int] | list[float] | list[bool] | list[str]
 
+_EOS_FIELDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
 _MAGIC = b"GGUF"
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -84,7 +86,7 @@ class GgufFile:
         name: str,
         reorder: Callable[[npt.NDArray[np.generic]], npt.NDArray[np.generic]] | None = None,
     ) -> npt.NDArray[np.float32]:
-        """One tensor in float32. `reorder` moves whole rows, before they are expanded (rows keep their bytes)."""
+        """One tensor in float32. `reorder` moves whole rows of bytes, before they are expanded."""
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
 
@@ -123,6 +125,12 @@ class GgufFile:
         start = -(-header_bytes // alignment) * alignment  # tensor data begins at the next multiple
         tensors = {e.name: GgufTensor(e.name, e.shape, e.quantization, start + e.offset) for e in entries}
         return metadata, tensors, header_bytes
+
+
+def eos_token_ids(metadata: Mapping[str, object]) -> tuple[int, ...]:
+    """Tokens that end an answer: end of sequence and, where a model has it, end of turn."""
+    found = (metadata.get(field) for field in _EOS_FIELDS)
+    return tuple(dict.fromkeys(token for token in found if isinstance(token, int)))
 
 
 class _Cursor:

@@ -1,4 +1,4 @@
-"""A GGUF file as a tensor source: names translated, quantized tensors expanded, rotary rows put in our order."""
+"""A GGUF file as a tensor source: names translated, quantized tensors expanded, rotary rows reordered."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class GgufSource:
         return digest.hexdigest()
 
     def _reorder(self, name: str) -> Callable[[npt.NDArray[np.generic]], npt.NDArray[np.generic]] | None:
-        """GGUF files of the Llama family pair neighbouring rows for rotary positions; the other families do not."""
+        """Llama files pair neighbouring rows for rotary positions; files of the other families do not."""
         if self.config.family != "llama":
             return None
         if ".q_proj." in name:
@@ -104,13 +104,9 @@ class GgufSource:
 
 
 def split_pairs(rows: npt.NDArray[np.generic], num_heads: int) -> npt.NDArray[np.generic]:
-    """Rows (or elements) of each head from order 0, D/2, 1, D/2+1, … to rotate-half order 0, 1, …, D-1.
-
-    For a bias GGUF stores raw bytes in one row, so it is seen as elements first.
-    """
-    if rows.ndim == 1:
-        rows = rows.view(np.float32)
-        paired = rows.reshape(num_heads, -1, 2).swapaxes(1, 2)
-        return np.ascontiguousarray(paired).reshape(-1).view(np.uint8)
+    """Rows (or elements) of each head from order 0, D/2, 1, D/2+1, … to rotate-half order 0, 1, …, D-1."""
+    if rows.ndim == 1:  # a bias, stored as one row of float32 bytes
+        elements = rows.view(np.float32).reshape(num_heads, -1, 2).swapaxes(1, 2)
+        return np.ascontiguousarray(elements).reshape(-1).view(np.uint8)
     paired = rows.reshape(num_heads, -1, 2, rows.shape[-1]).swapaxes(1, 2)
     return np.ascontiguousarray(paired).reshape(rows.shape)

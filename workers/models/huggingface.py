@@ -1,4 +1,4 @@
-"""A Hugging Face directory as a tensor source: config.json and safetensors, in one file or in indexed shards."""
+"""A Hugging Face directory as a tensor source: config.json and safetensors, one file or indexed shards."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Loading of a target from disk: a Hugging Face directory (config.json, safetensors) or a GGUF file.
 
-All names and shapes are checked first, so a bad checkpoint fails in milliseconds with the tensor's name; then the
-fused tensors are allocated and filled in parallel.
+All names and shapes are checked first, so a bad checkpoint fails in milliseconds with the tensor's name; then
+the fused tensors are allocated and filled in parallel.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 def load_decoder(path: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
     """Load a target in `dtype` (float32, float64, bfloat16 or float16) on `device`.
 
-    Raises CheckpointError, which names the file and the tensor or field, for anything that is missing, misshapen or
-    not supported.
+    Raises CheckpointError, which names the file and the tensor or field, for anything that is missing,
+    misshapen or not supported.
     """
     source = _open(Path(path))
     shapes = check_tensors(source)
@@ -106,5 +106,5 @@ class _Assembly:
         """An unfilled tensor of the named ones stacked along their first dimension."""
         rows = [self._shapes[name][0] for name in names]
         tensor = torch.empty((sum(rows), *self._shapes[names[0]][1:]), dtype=self._dtype, device=self._device)
-        self._fills.extend(zip(tensor.split(rows), names, strict=True))
+        self._fills.extend(zip(torch.split(tensor, rows), names, strict=True))
         return tensor

@@ -33,7 +33,7 @@ class TensorSource(Protocol):
         """The tensor on the CPU, in the dtype it is stored in (float32 when it was quantized)."""
 
     def fingerprint(self) -> str:
-        """Hex digest that two processes agree on exactly when they read the same checkpoint (bytes are sampled)."""
+        """Hex digest of the checkpoint: all names and shapes, and a sample of the bytes."""
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -67,7 +67,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def check_tensors(source: TensorSource) -> dict[str, tuple[int, ...]]:
-    """The expected tensors, once all are known to be there in their shapes; raises CheckpointError otherwise."""
+    """The expected tensors, once all are there in their shapes; raises CheckpointError otherwise."""
     expected = expected_tensors(source.config)
     found = {name: source.shape(name) for name in expected}
     missing = [source.own_name(name) for name, shape in found.items() if shape is None]
