@@ -105,8 +105,8 @@ def plan_from_memory(demand: KvDemand, budget_bytes: int) -> PagePlan:
     if demand.draft is None:
         return plan_from_pages(demand, num_target_pages=target_pages + 1, num_draft_pages=0)
     draft_pages = num_tokens // demand.draft.page_size
-    # Rounding down to whole pages may cost a pool the last page of the one request that must fit. The check of
-    # `least_bytes` has shown that both pools can have theirs, so the short one gets it from the other.
+    # Rounding down to whole pages may cost a pool the last page of the one request that must fit. The check
+    # of `least_bytes` has shown that both pools can have theirs, so the short one gets it from the other.
     spare = budget_bytes - demand.fixed_bytes
     least_target = demand.target.pages_for(demand.limits.max_positions)
     least_draft = demand.draft.pages_for(demand.limits.max_positions)

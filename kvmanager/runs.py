@@ -2,8 +2,8 @@
 
 Pages that lie side by side travel as one descriptor, so the free list keeps whole runs and hands out whole
 runs. Life of a run: `give` puts pages back and melts them into their free neighbours; `take` cuts from the
-low end of one run when some run is long enough, else it uses up the longest runs first, so that the pieces
-are few.
+low end of one run when some run is long enough, else it uses up runs from the top shelf down, so that the
+pieces are few.
 
 Runs are filed by the power of two of their length:
 
