@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from kvmanager.errors import PoolExhausted, SlotsExhausted
 from kvmanager.ids import RequestId, TransferId
 from kvmanager.ledger import KvLedger
-from transceiver.port import Broke, Delivered, Handoff, Landed, SendSpec, TransferPort
+from transceiver.port import Broke, Delivered, Landed, Pages, SendSpec, TransferPort
 from workers.admission import check_pool, check_prompt, check_sampling
 from workers.decode import DecodeLoop
 from workers.engine import ContextDone, EngineCounters, EngineEvent, Refused
@@ -174,10 +174,8 @@ class ContextEngine:
                     transfer=job.transfer,
                     peer=request.reservation.generation_epoch,
                     num_tokens=job.sequence.num_prompt_tokens,
-                    source_target=pages.target,
-                    source_draft=pages.draft,
-                    destination_target=request.reservation.target_pages,
-                    destination_draft=request.reservation.draft_pages,
+                    source=pages,
+                    destination=Pages(request.reservation.target_pages, request.reservation.draft_pages),
                     ship_draft=drafting and self._ship_draft,
                     ttl_s=max(job.deadline_s - now_s, 0.0),
                 )

@@ -88,7 +88,8 @@ class DecodeLoop:
             sequence.count_step(kept, num_draft, accepted)
             self.decode_steps += 1
             self.decode_tokens += kept
-            self._policy.observe_acceptance(sequence.request_id, num_draft, accepted)
+            if sequence.drafting:
+                self._policy.observe_acceptance(sequence.request_id, num_draft, accepted)
             outputs.append(sequence.report(tokens, self._logprobs(sequence, logits_BWV[row, :kept], tokens)))
         if group[0].drafting:
             self._policy.observe_cost(len(group), num_draft, drafted_s - began_s, verified_s - drafted_s)

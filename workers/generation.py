@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from kvmanager.errors import PoolExhausted, SlotsExhausted
 from kvmanager.ids import RequestId, TransferId, WorkerEpoch
 from kvmanager.ledger import KvLedger
-from transceiver.port import Broke, Delivered, Landed, ReceiveSpec, TransferPort
+from transceiver.port import Broke, Delivered, Landed, Pages, ReceiveSpec, TransferPort
 from workers.admission import check_lengths, check_sampling
 from workers.decode import DecodeLoop
 from workers.engine import Emitted, EngineCounters, EngineEvent, Granted, Refused
@@ -190,8 +190,7 @@ class GenerationEngine:
                 ReceiveSpec(
                     transfer=job.transfer,
                     num_tokens=prompt,
-                    destination_target=target_pages,
-                    destination_draft=draft_pages,
+                    destination=Pages(target_pages, draft_pages),
                     ttl_s=max(job.deadline_s - now_s, 0.0),
                 )
             )

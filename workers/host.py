@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 
 from kvmanager.ids import RequestId, WorkerEpoch
-from transceiver.handshake import HandshakeRefused
+from transceiver.errors import HandshakeRefused
 from workers.aggregated import AggregatedEngine
 from workers.assembly import Assembly, assemble
 from workers.config import WorkerConfig

@@ -1,0 +1,186 @@
+"""A context and a generation engine in one process, joined by the loopback transport, under a clock of our own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from kvmanager.ids import RequestId, WorkerEpoch
+from kvmanager.ledger import LedgerUsage
+from transceiver.endpoint import Endpoint, Identity
+from transceiver.loopback import Faults, LoopbackHub, LoopbackTransport
+from transceiver.port import TransferPort
+from transceiver.wire import Fingerprint, Pools
+from workers.aggregated import AggregatedEngine
+from workers.assembly import Models, build
+from workers.config import FixedPages, KvBudget, PairSpec, WorkerConfig
+from workers.context import ContextEngine
+from workers.engine import ContextDone, Emitted, EngineEvent, Granted, Refused
+from workers.errors import WorkerRefused
+from workers.generation import GenerationEngine
+from workers.request import (
+    PrefillRequest,
+    Reservation,
+    ReserveRequest,
+    RequestStats,
+    Role,
+    SamplingParams,
+    SubmitRequest,
+)
+
+TICK_S = 0.01
+
+
+def config(role: Role, *, pages: int | None = None, max_batch: int = 8, chunk: int = 32, **more: object) -> WorkerConfig:
+    """A small worker: page size 16, 512 positions."""
+    kv: dict[str, KvBudget] = {} if pages is None else {"kv": FixedPages(num_target_pages=pages)}
+    return WorkerConfig(
+        role=role,
+        pair=PairSpec(name="tiny"),
+        max_batch=max_batch,
+        max_seq_len=512,
+        chunk_tokens=chunk,
+        **kv,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+@dataclass
+class Outcome:
+    """What became of one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    finish: str | None = None
+    error: str = ""
+    refused: WorkerRefused | None = None
+    stats: RequestStats | None = None
+    context_done: bool = False
+    reservation: Reservation | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.finish is not None or self.refused is not None
+
+
+def run_aggregated(
+    models: Models, prompts: Sequence[Sequence[int]], sampling: SamplingParams, **options: object
+) -> list[Outcome]:
+    """Golden answers: all prompts through one aggregated engine, batched; its ledgers are checked and left empty."""
+    assembly = build(config("aggregated", **options), models)  # type: ignore[arg-type]
+    engine = assembly.engine
+    assert isinstance(engine, AggregatedEngine)
+    outcomes = {RequestId(str(index)): Outcome() for index in range(len(prompts))}
+    for request_id, prompt in zip(outcomes, prompts, strict=True):
+        engine.submit(SubmitRequest(request_id=request_id, prompt_token_ids=tuple(prompt), sampling=sampling))
+    with torch.inference_mode():
+        while not engine.idle:
+            _record(engine.step(0.0), outcomes)
+            engine.check()
+    assert engine.ledger.usage().slots_in_use == engine.ledger.usage().target_pages_in_use == 0
+    return list(outcomes.values())
+
+
+class SplitPair:
+    """Both engines. `ask` starts a request; `run` ticks until every request is over and every lease has ended."""
+
+    def __init__(
+        self,
+        models: Models,
+        *,
+        context: WorkerConfig | None = None,
+        generation: WorkerConfig | None = None,
+        context_models: Models | None = None,
+        faults: Faults | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.hub = LoopbackHub(seed=seed, faults=faults)
+        self._ids = itertools.count()
+        context_assembly = build(context or config("context"), context_models or models, self._port)
+        generation_assembly = build(generation or config("generation"), models, self._port)
+        assert isinstance(context_assembly.engine, ContextEngine)
+        assert isinstance(generation_assembly.engine, GenerationEngine)
+        self.context = context_assembly.engine
+        self.generation = generation_assembly.engine
+        assert context_assembly.port is not None
+        context_assembly.port.connect(generation_assembly.facts.hello)
+        self.outcomes: dict[RequestId, Outcome] = {}
+        self.prompts: dict[RequestId, tuple[int, ...]] = {}
+        self.sampling: dict[RequestId, SamplingParams] = {}
+        self.now_s = 0.0
+        self.baseline = self.usage()
+
+    def _port(self, epoch: WorkerEpoch, role: str, fingerprint: Fingerprint, pools: Pools) -> TransferPort:
+        return Endpoint(Identity(epoch, role, fingerprint), pools, LoopbackTransport(self.hub, epoch, pools))
+
+    def usage(self) -> tuple[LedgerUsage, LedgerUsage]:
+        return self.context.ledger.usage(), self.generation.ledger.usage()
+
+    def ask(self, prompt: Sequence[int], sampling: SamplingParams, ttl_s: float = 30.0) -> RequestId:
+        request_id = RequestId(f"r{next(self._ids)}")
+        self.outcomes[request_id] = Outcome()
+        self.prompts[request_id] = tuple(prompt)
+        self.sampling[request_id] = sampling
+        self.generation.reserve(
+            ReserveRequest(request_id=request_id, num_prompt_tokens=len(prompt), sampling=sampling, ttl_s=ttl_s),
+            self.now_s,
+        )
+        return request_id
+
+    def tick(self, *, context: bool = True, generation: bool = True) -> None:
+        """One step of each engine that is alive, then every check."""
+        self.now_s += TICK_S
+        with torch.inference_mode():
+            if generation:
+                events = self.generation.step(self.now_s)
+                _record(events, self.outcomes)
+                for event in events:
+                    if isinstance(event, Granted):
+                        self._prefill(event)
+            if context:
+                _record(self.context.step(self.now_s), self.outcomes)
+        self.context.check()
+        self.generation.check()
+
+    def _prefill(self, granted: Granted) -> None:
+        request_id = granted.request_id
+        self.outcomes[request_id].reservation = granted.reservation
+        request = PrefillRequest(
+            request_id=request_id,
+            prompt_token_ids=self.prompts[request_id],
+            sampling=self.sampling[request_id],
+            reservation=granted.reservation,
+            ttl_s=30.0,
+        )
+        try:
+            self.context.prefill(request, self.now_s)
+        except WorkerRefused as refused:
+            self.outcomes[request_id].refused = refused
+            self.generation.cancel(request_id)
+
+    def run(self, max_ticks: int = 20_000) -> None:
+        for _ in range(max_ticks):
+            if all(outcome.over for outcome in self.outcomes.values()) and self.usage() == self.baseline:
+                return
+            self.tick()
+        raise AssertionError(f"not over after {max_ticks} ticks: {self.outcomes} {self.usage()}")
+
+
+def _record(events: list[EngineEvent], outcomes: dict[RequestId, Outcome]) -> None:
+    for event in events:
+        match event:
+            case Emitted(output):
+                outcome = outcomes[output.request_id]
+                assert outcome.finish is None, "tokens after the end of a request"
+                outcome.tokens.extend(output.token_ids)
+                outcome.finish = output.finish_reason
+                outcome.error = output.error
+                outcome.stats = output.stats
+            case Refused(request_id, error):
+                outcomes[request_id].refused = error
+            case ContextDone(request_id, _):
+                outcomes[request_id].context_done = True
+            case Granted():
+                pass
