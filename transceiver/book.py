@@ -16,6 +16,7 @@ unknown transfers grow nothing.
 
 from __future__ import annotations
 
+import enum
 import math
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
@@ -60,6 +61,13 @@ class Timing:
     linger_s: float = 5.0
     closed_memory: int = 4096
     max_introduced: int = 256
+
+
+class Urgency(enum.IntEnum):
+    IDLE = 0
+    OPEN = 1  # a transfer waits for something: a chunk, a grant, an answer
+    WRITTEN_TO = 2  # a peer may be writing our pages, and some links need our polls for that
+    MOVING = 3  # writes or actions are under way
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,17 +278,15 @@ class TransferBook:
         return events
 
     @property
-    def urgency(self) -> int:
-        """2: something is moving; 1: something is open but waits for others; 0: idle."""
+    def urgency(self) -> Urgency:
+        """How soon the next step should come."""
         if self._actions or self._writes:
-            return 2
+            return Urgency.MOVING
         if any(
-            s.state.phase is not SenderPhase.WRITING or s.handoff is not None for s in self._sending.values()
+            receiving.state.phase is not ReceiverPhase.EXPECTING for receiving in self._receiving.values()
         ):
-            return 2
-        if any(r.state.phase is not ReceiverPhase.EXPECTING for r in self._receiving.values()):
-            return 2
-        return 1 if self._sending or self._receiving or self._outbox else 0
+            return Urgency.WRITTEN_TO
+        return Urgency.OPEN if self._sending or self._receiving or self._outbox else Urgency.IDLE
 
     def stats(self) -> PortStats:
         return PortStats(
@@ -509,7 +515,8 @@ class TransferBook:
         else:
             reason = (
                 f"{message.bytes_target} target and {message.bytes_draft} draft bytes of "
-                f"{message.handoff.num_tokens} tokens arrived; {want_target} and {want_draft} of {receiving.spec.num_tokens} were expected"
+                f"{message.handoff.num_tokens} tokens arrived; "
+                f"{want_target} and {want_draft} of {receiving.spec.num_tokens} were expected"
             )
             self._receiver_event(
                 message.transfer, ReceiverEvent.MISDELIVERED, Outcome(TerminalState.FAILED, reason)

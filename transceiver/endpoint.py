@@ -1,4 +1,4 @@
-"""One worker's end of all its transfers, single-threaded: the shell between a `TransferBook` and a
+"""One worker's end of all its transfers: the shell between a `TransferBook` and a
 `Transport`.
 
 Life cycle: built over a transport, connected to peers by their hellos, polled by the thread that owns it,
@@ -7,12 +7,13 @@ closed once. Calls change the book; `poll` alone does I/O.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
 from kvmanager.ids import TransferId, WorkerEpoch
-from transceiver.book import Action, CancelWrite, DropPeer, Meet, Notify, Timing, TransferBook
+from transceiver.book import Action, CancelWrite, DropPeer, Meet, Notify, Timing, TransferBook, Urgency
 from transceiver.errors import TransportError
 from transceiver.port import PortStats, ReceiveSpec, SendSpec, TransferEvent
 from transceiver.transport import Transport, Write
@@ -31,68 +32,98 @@ class Identity:
 
 
 class Endpoint:
-    """Implements `TransferPort`; use it from one thread."""
+    """Implements `TransferPort`. `connect`, `poll` and `close` belong to the thread that owns the transport; the
+    rest may be called from any thread: the book's lock is never held during I/O.
+    """
 
     def __init__(
         self, identity: Identity, pools: Pools, transport: Transport, timing: Timing | None = None
     ) -> None:
-        self.transport = transport
-        self.book = TransferBook(
-            Hello(
-                epoch=identity.epoch,
-                role=identity.role,
-                fingerprint=identity.fingerprint,
-                pools=pools,
-                transport=transport.name,
-                metadata=transport.metadata(),
-            ),
-            timing,
+        self._transport = transport
+        self._lock = threading.Lock()
+        self._moved = False
+        ours = Hello(
+            epoch=identity.epoch,
+            role=identity.role,
+            fingerprint=identity.fingerprint,
+            pools=pools,
+            transport=transport.name,
+            metadata=transport.metadata(),
         )
+        self._hello = encode(ours)
+        self._book = TransferBook(ours, timing)
 
     def hello(self) -> bytes:
-        return encode(self.book.ours)
+        return self._hello
 
     def connect(self, hello: bytes) -> WorkerEpoch:
-        theirs, new = self.book.admit(hello)
+        with self._lock:
+            theirs, new = self._book.admit(hello)
         if new:
             try:
-                self.transport.add_peer(theirs)
+                self._transport.add_peer(theirs)
             except TransportError as error:
-                self.book.dismiss(theirs.epoch, str(error))
+                self._dismiss(theirs.epoch, str(error))
                 raise
         return theirs.epoch
 
     def disconnect(self, epoch: WorkerEpoch) -> None:
-        self.book.dismiss(epoch, "disconnected")
+        self._dismiss(epoch, "disconnected")
 
     def open(self, spec: SendSpec) -> None:
-        self.book.open(spec)
+        with self._lock:
+            self._book.open(spec)
 
     def push(self, transfer: TransferId, end_position: int) -> None:
-        self.book.push(transfer, end_position)
+        with self._lock:
+            self._book.push(transfer, end_position)
 
     def finish(self, transfer: TransferId, handoff: Handoff) -> None:
-        self.book.finish(transfer, handoff)
+        with self._lock:
+            self._book.finish(transfer, handoff)
 
     def expect(self, spec: ReceiveSpec) -> None:
-        self.book.expect(spec)
+        with self._lock:
+            self._book.expect(spec)
 
     def abort(self, transfer: TransferId, reason: str) -> None:
-        self.book.abort(transfer, reason)
+        with self._lock:
+            self._book.abort(transfer, reason)
 
     def poll(self, now_s: float) -> list[TransferEvent]:
-        for peer, reason in perform(self.book.step(now_s, self.transport.poll(now_s)), self.transport):
-            self.book.dismiss(peer, reason)
-        return self.book.take_events()
+        inbound = self._transport.poll(now_s)
+        with self._lock:
+            actions = self._book.step(now_s, inbound)
+        for peer, reason in perform(actions, self._transport):
+            self._dismiss(peer, reason)
+        self._moved = bool(actions or inbound.messages or inbound.ended or inbound.lost)
+        with self._lock:
+            return self._book.take_events()
+
+    @property
+    def moved(self) -> bool:
+        """Whether the last poll found or did anything."""
+        return self._moved
+
+    @property
+    def urgency(self) -> Urgency:
+        with self._lock:
+            return self._book.urgency
 
     def stats(self) -> PortStats:
-        return self.book.stats()
+        with self._lock:
+            return self._book.stats()
 
     def check(self) -> None:
-        self.book.check()
+        with self._lock:
+            self._book.check()
 
     def close(self) -> None:
-        self.transport.close()
+        self._transport.close()
+
+    def _dismiss(self, peer: WorkerEpoch, reason: str) -> None:
+        with self._lock:
+            self._book.dismiss(peer, reason)
 
 
 def perform(actions: Sequence[Action], transport: Transport) -> list[tuple[WorkerEpoch, str]]:
