@@ -298,6 +298,24 @@ def test_a_transfer_takes_one_lease_and_a_second_one_leaves_the_first_as_it_is()
     ledger.check()
 
 
+def test_an_interrupt_while_leasing_leaves_no_half_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = ledger_of()
+    ledger.reserve(A, 10)
+    before = ledger.usage()
+
+    def interrupted(request: RequestId, transfer: TransferId) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger.draft, "lease", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ledger.lease(A, T)
+    assert ledger.usage() == before
+    ledger.check()
+    ledger.lease(A, T)
+    ledger.check()
+
+
 def test_a_freed_id_can_be_reserved_again_while_its_old_transfer_still_reads() -> None:
     ledger = ledger_of()
     ledger.reserve(A, 10)
