@@ -81,7 +81,12 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             count = getattr(self, field)
             if count is not None and count < 0:
                 raise ValueError(f"{field} must not be negative, got {count}")
-        for field in ("max_live_requests", "heartbeat_interval_s", "heartbeat_timeout_s", "startup_timeout_s"):
+        for field in (
+            "max_live_requests",
+            "heartbeat_interval_s",
+            "heartbeat_timeout_s",
+            "startup_timeout_s",
+        ):
             if not getattr(self, field) > 0:
                 raise ValueError(f"{field} must be positive, got {getattr(self, field)}")
         if not self.admission_ttl_s > 0:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
@@ -38,7 +38,9 @@ _log = logging.getLogger(__name__)
 
 Asked = TypeVar("Asked")
 Answered = TypeVar("Answered")
-Context = grpc.aio.ServicerContext
+# grpc ships no types: a grpc.aio.ServicerContext and a grpc.RpcMethodHandler.
+Context: TypeAlias = Any
+Handler: TypeAlias = Any
 
 
 class Host(Protocol):
@@ -104,7 +106,9 @@ class WorkerServer:
         self._host.set_frame_sink(lambda frame: _call_soon(loop, self._deliver, frame))
         self._host.start()
         server = grpc.aio.server(options=_SERVER_OPTIONS)
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(wire.SERVICE, self._handlers()),))
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(wire.SERVICE, self._handlers()),)
+        )
         bound = server.add_insecure_port(f"{node_ip}:{port}")
         await server.start()
         self._server = server
@@ -119,19 +123,17 @@ class WorkerServer:
             self._server = None
         await asyncio.to_thread(self._host.stop)
 
-    def _handlers(self) -> dict[str, grpc.RpcMethodHandler]:
+    def _handlers(self) -> dict[str, Handler]:
         return {
-            call.name: grpc.unary_unary_rpc_method_handler(_unary(call, handle))
-            for call, handle in (
-                (wire.FACTS, self._facts),
-                (wire.STATS, self._stats),
-                (wire.CONNECT, self._connect),
-                (wire.SUBMIT, self._submit),
-                (wire.RESERVE, self._reserve),
-                (wire.PREFILL, self._prefill),
-                (wire.CANCEL, self._cancel),
-            )
-        } | {wire.ATTACH.name: grpc.unary_stream_rpc_method_handler(self._attach)}
+            wire.FACTS.name: _unary(wire.FACTS, self._facts),
+            wire.STATS.name: _unary(wire.STATS, self._stats),
+            wire.CONNECT.name: _unary(wire.CONNECT, self._connect),
+            wire.SUBMIT.name: _unary(wire.SUBMIT, self._submit),
+            wire.RESERVE.name: _unary(wire.RESERVE, self._reserve),
+            wire.PREFILL.name: _unary(wire.PREFILL, self._prefill),
+            wire.CANCEL.name: _unary(wire.CANCEL, self._cancel),
+            wire.ATTACH.name: grpc.unary_stream_rpc_method_handler(self._attach),
+        }
 
     async def _facts(self, _: Empty, gateway: str) -> WorkerFacts:
         return self._host.facts
@@ -219,7 +221,9 @@ _SERVER_OPTIONS = (
 )
 
 
-def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[TokenFrame], None], frame: TokenFrame) -> None:
+def _call_soon(
+    loop: asyncio.AbstractEventLoop, function: Callable[[TokenFrame], None], frame: TokenFrame
+) -> None:
     """Hand a frame to the loop; a loop that is closed has no reader left either."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(function, frame)
@@ -232,9 +236,7 @@ def _gateway_of(context: Context) -> str:
     return ""
 
 
-def _unary(
-    call: Call[Asked, Answered], handle: Callable[[Asked, str], Awaitable[Answered]]
-) -> Callable[[bytes, Context], Awaitable[bytes]]:
+def _unary(call: Call[Asked, Answered], handle: Callable[[Asked, str], Awaitable[Answered]]) -> Handler:
     async def serve(data: bytes, context: Context) -> bytes:
         try:
             return call.encode(await handle(call.decode_asked(data), _gateway_of(context)))
@@ -249,7 +251,7 @@ def _unary(
         await _refuse(context, refusal)
         raise AssertionError("abort returned")
 
-    return serve
+    return grpc.unary_unary_rpc_method_handler(serve)
 
 
 async def _refuse(context: Any, refused: WorkerRefused) -> None:
@@ -259,5 +261,3 @@ async def _refuse(context: Any, refused: WorkerRefused) -> None:
         message.message,
         trailing_metadata=((wire.REFUSAL_KEY, msgspec.msgpack.encode(message)),),
     )
-
-

@@ -1,0 +1,92 @@
+"""From a worker's outputs to a client's answer: pure bookkeeping of one request's tokens, text and end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from cluster.answers import AnswerChunk, AnswerReason
+from cluster.errors import WorkerFailed
+from cluster.text import AnswerText
+from workers.request import RequestOutput, RequestStats, TokenLogprob
+
+
+class Assembler:
+    """Feed it outputs in order until `reason` is set; then `tail` is the text that had been held back.
+
+    A stop string may end the answer before the worker does: `stop` is set then, and the worker's later tokens are
+    dropped. Only its final figures (`stats`) still count.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str], max_tokens: int) -> None:
+        self._text = AnswerText(decode, stops)
+        self._max_tokens = max_tokens
+        self.num_tokens = 0
+        self.reason: AnswerReason | None = None
+        self.tail = ""
+        self.stats: RequestStats | None = None
+        self.worker_done = False
+
+    @property
+    def stop(self) -> str:
+        """The stop string that ended the answer; empty when none did."""
+        return self._text.stop or ""
+
+    def feed(self, outputs: Iterable[RequestOutput]) -> AnswerChunk | None:
+        """What these outputs add to the answer; None when nothing. Raises WorkerFailed for a worker's error."""
+        token_ids: list[int] = []
+        logprobs: list[TokenLogprob] = []
+        text: list[str] = []
+        for output in outputs:
+            if output.stats is not None:
+                self.stats = output.stats
+            if output.finish_reason is not None:
+                self.worker_done = True
+            if self.reason is not None:
+                continue  # computed past the end of the answer
+            taken = self._take(output, text)
+            token_ids += output.token_ids[:taken]
+            logprobs += output.logprobs[:taken]
+            self._finish(output)
+        if not token_ids and not text:
+            return None
+        return AnswerChunk(tuple(token_ids), "".join(text), tuple(logprobs))
+
+    def cancel(self) -> None:
+        """The answer ends here, by the client's wish."""
+        if self.reason is None:
+            self.reason = "cancelled"
+            self.tail = self._text.finish()
+
+    def _take(self, output: RequestOutput, text: list[str]) -> int:
+        """Add the output's tokens to the text; returns how many belong to the answer."""
+        # A worker knows stop tokens only, not stop strings: its "stop" means that its last token is one, and a stop
+        # token is part of the answer's tokens but not of its text.
+        silent = len(output.token_ids) - 1 if output.finish_reason == "stop" else None
+        for index, token_id in enumerate(output.token_ids):
+            self.num_tokens += 1
+            if self.num_tokens > self._max_tokens:
+                raise WorkerFailed(
+                    f"the worker sent more than max_tokens {self._max_tokens} tokens",
+                    request_id=output.request_id,
+                )
+            if index != silent and (shown := self._text.add(token_id)):
+                text.append(shown)
+            if self._text.stop is not None:
+                self.reason = "stop"
+                return index + 1
+        return len(output.token_ids)
+
+    def _finish(self, output: RequestOutput) -> None:
+        if self.reason is not None:
+            return
+        match output.finish_reason:
+            case None:
+                pass
+            case "error":
+                raise WorkerFailed(output.error or "the worker failed", request_id=output.request_id)
+            case "cancelled":
+                self.cancel()
+            case "stop" | "length" as reason:
+                self.tail = self._text.finish()
+                # The held text may complete a stop string when a broken character is written out at the end.
+                self.reason = "stop" if self._text.stop is not None else reason

@@ -1,0 +1,468 @@
+"""The gateway: the life of every request, from a client's words to the last token. No sockets of its own.
+
+    generate ── check, tokenize ──▶ route ──▶ reserve at G ──▶ prefill at C ─┐          (split)
+                                      └─────▶ submit ────────────────────────┤          (aggregated)
+    client ◀── chunks ── assemble ◀── outputs by request ◀── frames of links ┘
+
+One task per request walks the legs; the tokens come through the link of the decoding worker, whichever leg is still
+open. A request ends in exactly one way: its end, or a `RequestError`. However it ends, every worker that may still
+hold something of it is told so. Between gateway and workers a request goes by an id of the gateway's own making,
+so that clients may choose any id, even the same one twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from cluster.answers import (
+    AnswerEnd,
+    AnswerEvent,
+    AnswerRequest,
+    ChatPrompt,
+    ModelLimits,
+    Prompt,
+    Route,
+    TextPrompt,
+    TokenPrompt,
+    Usage,
+)
+from cluster.assemble import Assembler
+from cluster.errors import (
+    ClusterFull,
+    DeadlineOver,
+    GatewayStopping,
+    InvalidArgument,
+    NoWorkerReady,
+    RequestError,
+    WorkerLost,
+    from_worker,
+)
+from cluster.link import LinkState, LinkTimes, WorkerAddress, WorkerLink
+from cluster.membership import Membership, facts_of
+from cluster.routing import NoRoute, choose_aggregated, choose_split
+from cluster.validate import check_model, check_prompt_given, check_prompt_tokens, sampling_of
+from cluster.worker_client import WorkerUnreachable
+from kvmanager.ids import RequestId
+from workers.errors import WorkerRefused
+from workers.request import (
+    PrefillRequest,
+    RequestOutput,
+    ReserveRequest,
+    Role,
+    SamplingParams,
+    SubmitRequest,
+    TokenFrame,
+)
+
+LAST_FIGURES_WAIT_S = 2.0
+CANCEL_TIMEOUT_S = 5.0
+STOP_WAIT_S = 1.0
+RETRY_AFTER_S = 1.0
+# Tokenizing a longer text takes milliseconds, in which every other stream would stand still.
+INLINE_TEXT_CHARACTERS = 4096
+
+
+class Tokenizer(Protocol):
+    """What the gateway needs of `workers.tokenizer.Tokenizer`."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    def apply_chat_template(self, messages: Sequence[dict[str, str]]) -> list[int]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewaySettings:
+    """`route` serves requests that name none. `admission_ttl_s` bounds the wait for room on the workers."""
+
+    route: Route = "split"
+    max_live_requests: int = 1024
+    admission_ttl_s: float = 120.0
+    times: LinkTimes = field(default_factory=LinkTimes)
+
+
+@dataclass
+class GatewayCounters:
+    finished: int = 0
+    failed: int = 0
+
+
+class LiveRequest:
+    """One request between its acceptance and its end: a mailbox of outputs, and whom to tell when it is over."""
+
+    def __init__(self, request_id: RequestId, client_id: str) -> None:
+        self.request_id = request_id
+        self.client_id = client_id
+        self.holders: list[WorkerLink] = []
+        self.cancel_asked = False
+        self.failure: RequestError | None = None
+        self.landed = False  # tokens came: the decoding worker has all it needs of the context worker
+        self._outputs: list[RequestOutput] = []
+        self._wake = asyncio.Event()
+
+    def put(self, output: RequestOutput) -> None:
+        self._outputs.append(output)
+        self.landed = self.landed or bool(output.token_ids)
+        self._wake.set()
+
+    def fail(self, error: RequestError) -> None:
+        """The first failure wins; outputs that came before it are still delivered."""
+        if self.failure is None:
+            self.failure = error
+            self._wake.set()
+
+    def cancel(self) -> None:
+        self.cancel_asked = True
+        self._wake.set()
+
+    async def outputs(self, deadline_s: float | None) -> list[RequestOutput]:
+        """Wait for news, at most until `deadline_s` on the event loop's clock, and take all outputs."""
+        if deadline_s is None:
+            await self._wake.wait()
+        else:
+            async with asyncio.timeout_at(deadline_s):
+                await self._wake.wait()
+        self._wake.clear()
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def hold(self, link: WorkerLink) -> None:
+        self.holders.append(link)
+        link.live.add(self.request_id)
+
+    def let_go(self, link: WorkerLink) -> None:
+        if link in self.holders:
+            self.holders.remove(link)
+            link.live.discard(self.request_id)
+
+
+class Gateway:
+    """Start it on the event loop that will call it. `new_id` and `new_seed` are its only sources of chance."""
+
+    def __init__(
+        self,
+        workers: Sequence[WorkerAddress],
+        tokenizer: Tokenizer,
+        settings: GatewaySettings,
+        *,
+        new_id: Callable[[], str],
+        new_seed: Callable[[], int],
+    ) -> None:
+        self.settings = settings
+        self.counters = GatewayCounters()
+        self.started_s = time.monotonic()
+        self._tokenizer = tokenizer
+        self._new_id = new_id
+        self._new_seed = new_seed
+        self._membership = Membership(workers, new_id(), settings.times, self._on_frame, self._on_lost)
+        self._live: dict[RequestId, LiveRequest] = {}
+        self._num_admitted = 0
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._retiring: set[RequestId] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stopping = False
+
+    @property
+    def num_live(self) -> int:
+        """Requests accepted and not over."""
+        return self._num_admitted
+
+    @property
+    def links(self) -> list[WorkerLink]:
+        return list(self._membership.links.values())
+
+    @property
+    def ready(self) -> bool:
+        """Whether an ordinary request could be routed now."""
+        try:
+            self._choose(self.settings.route)
+        except NoWorkerReady:
+            return False
+        return not self._stopping
+
+    async def start(self, timeout_s: float) -> None:
+        """Attach to every worker and introduce them to each other. Raises NotReady."""
+        self._membership.start()
+        await self._membership.wait_ready(timeout_s)
+
+    async def stop(self, drain_s: float = 0.0) -> None:
+        """Take no more requests, let the live ones finish for `drain_s`, end the rest."""
+        self._stopping = True
+        await self._wait_empty(drain_s)
+        for live in self._live.values():
+            live.fail(GatewayStopping("the gateway is shutting down", request_id=live.client_id))
+        await self._wait_empty(STOP_WAIT_S)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=STOP_WAIT_S)
+        await self._membership.close()
+
+    def limits(self, route: Route | None = None) -> ModelLimits:
+        """What requests are checked against: the tightest of the route's workers. Raises NoWorkerReady."""
+        roles = _roles(route or self.settings.route)
+        facts = facts_of(link for link in self.links if link.worker.role in roles)
+        decoding = [fact for fact in facts if fact.role != "context"]
+        if not decoding:
+            raise NoWorkerReady("no worker has joined yet", retry_after_s=RETRY_AFTER_S)
+        return ModelLimits(
+            model=decoding[0].model,
+            vocab_size=min(fact.vocab_size for fact in facts),
+            max_seq_len=min(fact.max_seq_len for fact in facts),
+            max_draft_tokens=min(fact.max_draft_tokens for fact in decoding),
+            eos_token_ids=decoding[0].eos_token_ids,
+            dtype=decoding[0].dtype,
+        )
+
+    def cancel(self, client_id: str) -> int:
+        """End all live requests of this client id; returns how many. Unknown ids are no error."""
+        found = [live for live in self._live.values() if live.client_id == client_id]
+        for live in found:
+            live.cancel()
+        return len(found)
+
+    async def refresh(self) -> None:
+        """Take every attached worker's figures now; one that does not answer keeps its old ones."""
+        ready = [link for link in self.links if link.state is LinkState.READY]
+        results = await asyncio.gather(*(link.refresh() for link in ready), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(
+                result, WorkerUnreachable | WorkerRefused
+            ):
+                raise result
+
+    async def generate(
+        self, request: AnswerRequest, *, route: Route | None = None, timeout_s: float | None = None
+    ) -> AsyncIterator[AnswerEvent]:
+        """Chunks, then one AnswerEnd; or a RequestError. Close the iterator to end the request early."""
+        started_s = time.monotonic()
+        deadline_s = asyncio.get_running_loop().time() + timeout_s if timeout_s is not None else None
+        route = route or self.settings.route
+        try:
+            with self._admission():
+                prompt_token_ids, sampling = await self._prepare(request, route)
+                live = LiveRequest(RequestId(self._new_id()), request.client_id)
+                self._live[live.request_id] = live
+                legs = asyncio.create_task(
+                    self._walk_legs(live, route, prompt_token_ids, sampling, deadline_s)
+                )
+                assembler = Assembler(self._tokenizer.decode, request.stop, sampling.max_tokens)
+                try:
+                    first_token_s: float | None = None
+                    async for chunk in self._chunks(live, assembler, deadline_s):
+                        first_token_s = first_token_s or time.monotonic()
+                        yield chunk
+                    now_s = time.monotonic()
+                    usage = Usage(
+                        prompt_tokens=len(prompt_token_ids),
+                        output_tokens=assembler.num_tokens,
+                        stats=assembler.stats,
+                        time_to_first_token_s=(first_token_s or now_s) - started_s,
+                        total_time_s=now_s - started_s,
+                    )
+                    if assembler.reason is None:
+                        raise AssertionError("an answer ended without a reason")
+                    self.counters.finished += 1
+                    yield AnswerEnd(assembler.reason, usage, assembler.tail, assembler.stop)
+                finally:
+                    del self._live[live.request_id]
+                    ended_well = assembler.worker_done and assembler.reason is not None
+                    self._spawn(self._retire(live, legs, ended_well))
+        except RequestError as error:
+            self.counters.failed += 1
+            error.request_id = error.request_id or request.client_id
+            raise
+
+    @contextlib.contextmanager
+    def _admission(self) -> Iterator[None]:
+        if self._stopping:
+            raise GatewayStopping("the gateway is shutting down", retry_after_s=RETRY_AFTER_S)
+        if self._num_admitted >= self.settings.max_live_requests:
+            raise ClusterFull(
+                f"{self._num_admitted} requests are live; at most {self.settings.max_live_requests} may be",
+                limit=self.settings.max_live_requests,
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self._num_admitted += 1
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self._num_admitted -= 1
+            if self._num_admitted == 0:
+                self._empty.set()
+
+    async def _wait_empty(self, timeout_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
+
+    async def _prepare(self, request: AnswerRequest, route: Route) -> tuple[tuple[int, ...], SamplingParams]:
+        limits = self.limits(route)
+        check_model(request, limits)
+        check_prompt_given(request)
+        prompt_token_ids = await self._tokenize(request.prompt)
+        check_prompt_tokens(prompt_token_ids, limits)
+        sampling = sampling_of(request, len(prompt_token_ids), limits, self._new_seed())
+        return prompt_token_ids, sampling
+
+    async def _tokenize(self, prompt: Prompt) -> tuple[int, ...]:
+        match prompt:
+            case TokenPrompt(token_ids=token_ids):
+                return token_ids
+            case TextPrompt(text=text):
+                if len(text) <= INLINE_TEXT_CHARACTERS:
+                    return tuple(self._tokenizer.encode(text))
+                return tuple(await asyncio.to_thread(self._tokenizer.encode, text))
+            case ChatPrompt(messages=messages):
+                chat = [{"role": role, "content": content} for role, content in messages]
+                try:
+                    return tuple(await asyncio.to_thread(self._tokenizer.apply_chat_template, chat))
+                except Exception as error:
+                    # Templates are programs that come with a model; what they refuse, they refuse in their own way.
+                    raise InvalidArgument(
+                        f"the model's chat template refused the messages: {error}", field="prompt.chat"
+                    ) from error
+
+    def _choose(self, route: Route) -> list[WorkerLink]:
+        """The links of the route, the decoding worker first. Raises NoWorkerReady."""
+        snapshots = self._membership.snapshots()
+        try:
+            if route == "aggregated":
+                names = [choose_aggregated(snapshots).worker]
+            else:
+                split = choose_split(snapshots, self._membership.paired)
+                names = [split.generation, split.context]
+        except NoRoute as error:
+            raise NoWorkerReady(str(error), retry_after_s=RETRY_AFTER_S) from error
+        return [self._membership.links[name] for name in names]
+
+    async def _walk_legs(
+        self,
+        live: LiveRequest,
+        route: Route,
+        prompt_token_ids: tuple[int, ...],
+        sampling: SamplingParams,
+        deadline_s: float | None,
+    ) -> None:
+        """Bring the request to the worker that will decode it; failures end the request."""
+        try:
+            decoding, *contexts = self._choose(route)
+            live.hold(decoding)
+            if not contexts:
+                await decoding.client.submit(
+                    SubmitRequest(
+                        request_id=live.request_id, prompt_token_ids=prompt_token_ids, sampling=sampling
+                    )
+                )
+                return
+            ttl_s = self.settings.admission_ttl_s
+            if deadline_s is not None:
+                ttl_s = max(0.0, min(ttl_s, deadline_s - asyncio.get_running_loop().time()))
+            reservation = await decoding.client.reserve(
+                ReserveRequest(
+                    request_id=live.request_id,
+                    num_prompt_tokens=len(prompt_token_ids),
+                    sampling=sampling,
+                    ttl_s=ttl_s,
+                )
+            )
+            live.hold(contexts[0])
+            await contexts[0].client.prefill(
+                PrefillRequest(
+                    request_id=live.request_id,
+                    prompt_token_ids=prompt_token_ids,
+                    sampling=sampling,
+                    reservation=reservation,
+                    ttl_s=ttl_s,
+                )
+            )
+            live.let_go(contexts[0])
+        except (RequestError, WorkerRefused, WorkerUnreachable) as error:
+            if not live.landed:
+                live.fail(from_worker(error, live.client_id))
+
+    async def _chunks(
+        self, live: LiveRequest, assembler: Assembler, deadline_s: float | None
+    ) -> AsyncIterator[AnswerEvent]:
+        """Chunks until the answer has its reason and, if it comes in time, the worker's figures."""
+        while assembler.reason is None:
+            try:
+                outputs = await live.outputs(deadline_s)
+            except TimeoutError:
+                raise DeadlineOver("the request's deadline passed", request_id=live.client_id) from None
+            chunk = assembler.feed(outputs)
+            if chunk is not None:
+                yield chunk
+            if assembler.reason is None and live.cancel_asked:
+                assembler.cancel()
+            if assembler.reason is None and live.failure is not None:
+                raise live.failure
+        if assembler.worker_done:
+            return
+        # The answer ended before its worker did: a stop string, or Cancel. Stop the worker and ask what it took.
+        self._spawn(self._tell_holders(live))
+        until_s = asyncio.get_running_loop().time() + LAST_FIGURES_WAIT_S
+        while not assembler.worker_done and live.failure is None:
+            try:
+                assembler.feed(await live.outputs(until_s))
+            except TimeoutError:
+                return
+
+    async def _retire(self, live: LiveRequest, legs: asyncio.Task[None], ended_well: bool) -> None:
+        """Nobody waits for the request any more: end what is still open of it, on whichever worker."""
+        if ended_well and not legs.done():
+            # The decoding worker is through and the context worker's last word is on its way.
+            await asyncio.wait({legs}, timeout=LAST_FIGURES_WAIT_S)
+        if not ended_well or not legs.done():
+            legs.cancel()
+            self._retiring.add(live.request_id)
+            await self._tell_holders(live)
+            self._retiring.discard(live.request_id)
+        await asyncio.gather(legs, return_exceptions=True)
+        for link in list(live.holders):
+            live.let_go(link)
+
+    async def _tell_holders(self, live: LiveRequest) -> None:
+        """Cancel at every worker that may hold the request. One that does not answer is gone, or soon suspect."""
+        calls = [link.client.cancel(live.request_id, CANCEL_TIMEOUT_S) for link in live.holders]
+        for result in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(result, BaseException) and not isinstance(
+                result, WorkerUnreachable | WorkerRefused
+            ):
+                raise result
+
+    def _on_frame(self, link: WorkerLink, frame: TokenFrame) -> None:
+        for output in frame.outputs:
+            live = self._live.get(output.request_id)
+            if live is not None:
+                live.put(output)
+            elif output.finish_reason is None and output.request_id not in self._retiring:
+                # A cancel that overtook its request: the worker computes for nobody.
+                self._spawn(self._cancel_stray(link, output.request_id))
+
+    def _on_lost(self, link: WorkerLink, why: str) -> None:
+        for request_id in list(link.live):
+            live = self._live.get(request_id)
+            if live is not None and not (live.landed and link.worker.role == "context"):
+                live.fail(WorkerLost(f"worker {link.worker.name} was lost: {why}", request_id=live.client_id))
+
+    async def _cancel_stray(self, link: WorkerLink, request_id: RequestId) -> None:
+        self._retiring.add(request_id)
+        with contextlib.suppress(WorkerUnreachable, WorkerRefused):
+            await link.client.cancel(request_id, CANCEL_TIMEOUT_S)
+        self._retiring.discard(request_id)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _roles(route: Route) -> tuple[Role, ...]:
+    return ("context", "generation") if route == "split" else ("aggregated",)

@@ -1,0 +1,111 @@
+"""Who is in the cluster: a link to every worker, and the handshakes between context and generation workers.
+
+Every context worker is introduced to every generation worker, in both directions, as soon as both are attached. The
+receiver learns of the sender first: once the sender knows the receiver, it may write at any moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+
+from cluster.link import LinkEvents, LinkState, LinkTimes, WorkerAddress, WorkerLink
+from cluster.routing import WorkerSnapshot
+from kvmanager.ids import WorkerEpoch
+from workers.request import TokenFrame, WorkerFacts
+
+HANDSHAKE_TIMEOUT_S = 60.0
+
+
+class NotReady(Exception):
+    """The cluster did not become ready in time; the message says what each missing worker is waiting for."""
+
+
+class Membership:
+    """Links by worker name. `on_frame` and `on_lost` are called on the event loop."""
+
+    def __init__(
+        self,
+        workers: Sequence[WorkerAddress],
+        gateway: str,
+        times: LinkTimes,
+        on_frame: Callable[[WorkerLink, TokenFrame], None],
+        on_lost: Callable[[WorkerLink, str], None],
+    ) -> None:
+        events = LinkEvents(attached=self._attached, frame=on_frame, lost=on_lost)
+        self.links = {worker.name: WorkerLink(worker, gateway, times, events) for worker in workers}
+        self._paired: set[tuple[WorkerEpoch, WorkerEpoch]] = set()
+        self._introducing = asyncio.Lock()
+        self._changed = asyncio.Event()
+
+    @property
+    def paired(self) -> frozenset[tuple[WorkerEpoch, WorkerEpoch]]:
+        """(context epoch, generation epoch) of completed handshakes."""
+        return frozenset(self._paired)
+
+    def start(self) -> None:
+        for link in self.links.values():
+            link.start()
+
+    async def close(self) -> None:
+        await asyncio.gather(*(link.close() for link in self.links.values()))
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Return when every worker is attached and introduced. Raises NotReady."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while any(link.state is not LinkState.READY for link in self.links.values()):
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            missing = [
+                f"{link.worker.name} ({link.worker.address}): {link.trouble or 'no answer'}"
+                for link in self.links.values()
+                if link.state is not LinkState.READY
+            ]
+            raise NotReady(f"not ready after {timeout_s:g} s: {'; '.join(missing)}") from None
+
+    def snapshots(self) -> list[WorkerSnapshot]:
+        """All workers that ever answered, as routing sees them."""
+        return [_snapshot(link, facts) for link in self.links.values() if (facts := link.facts) is not None]
+
+    async def _attached(self, link: WorkerLink) -> None:
+        async with self._introducing:  # two workers that attach together must not introduce each other twice
+            for other in self.links.values():
+                if other.state is LinkState.READY or other is link:
+                    await self._introduce(link, other)
+            # Ready only now, inside the lock: whoever attaches next must see this worker or be seen by it.
+            link.state = LinkState.READY
+        self._changed.set()
+
+    async def _introduce(self, one: WorkerLink, other: WorkerLink) -> None:
+        by_role = {link.worker.role: link for link in (one, other)}
+        context, generation = by_role.get("context"), by_role.get("generation")
+        if context is None or generation is None or context.facts is None or generation.facts is None:
+            return
+        pair = (context.facts.epoch, generation.facts.epoch)
+        if pair in self._paired:
+            return
+        await generation.client.connect(context.facts.hello, HANDSHAKE_TIMEOUT_S)
+        await context.client.connect(generation.facts.hello, HANDSHAKE_TIMEOUT_S)
+        # Handshakes of earlier incarnations are of no use to anyone.
+        epochs = {facts.epoch for facts in facts_of(self.links.values())}
+        self._paired = {known for known in self._paired if epochs.issuperset(known)} | {pair}
+
+
+def _snapshot(link: WorkerLink, facts: WorkerFacts) -> WorkerSnapshot:
+    stats = link.stats
+    return WorkerSnapshot(
+        name=link.worker.name,
+        role=link.worker.role,
+        ready=link.state is LinkState.READY,
+        epoch=facts.epoch,
+        live=len(link.live),
+        waiting=stats.waiting if stats is not None else 0,
+        free_pages=stats.target_pages - stats.target_pages_in_use if stats is not None else 0,
+    )
+
+
+def facts_of(links: Iterable[WorkerLink]) -> list[WorkerFacts]:
+    """The facts of those links that have any."""
+    return [link.facts for link in links if link.facts is not None]
