@@ -23,7 +23,9 @@ from kvmanager.ids import WorkerEpoch
 from kvmanager.layout import KvGeometry
 from kvmanager.ledger import KvLedger
 from kvmanager.manager import BatchLimits
+from transceiver.endpoint import Identity
 from transceiver.port import TransferPort
+from transceiver.pump import nixl_port
 from transceiver.wire import Fingerprint, Pools, Region
 from workers.aggregated import AggregatedEngine
 from workers.attention.torch import TorchPagedAttention
@@ -255,3 +257,7 @@ def _fingerprint(config: WorkerConfig, models: Models, ledger: KvLedger) -> Fing
         draft_mode="mirrored" if draft is not None else "none",
         num_draft_tokens=models.drafter.max_draft_tokens if models.drafter is not None else 0,
     )
+
+
+def _nixl_port(epoch: WorkerEpoch, role: str, fingerprint: Fingerprint, pools: Pools) -> TransferPort:
+    return nixl_port(Identity(epoch, role, fingerprint), pools)

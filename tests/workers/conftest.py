@@ -1,0 +1,25 @@
+"""The built-in tiny pair, loaded once, and prompts whose answers depend on them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cluster.prompt_sets import builtin_prompts
+from workers.assembly import Models, load_models
+from workers.config import PairSpec, WorkerConfig
+from workers.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="session")
+def models() -> Models:
+    torch.set_num_threads(1)
+    return load_models(WorkerConfig(role="aggregated", pair=PairSpec(name="tiny")))
+
+
+@pytest.fixture(scope="session")
+def prompts(models: Models) -> list[list[int]]:
+    """Six built-in prompts through the tiny pair's chat template, cut to what the small test workers hold."""
+    tokenizer = Tokenizer.from_path(models.pair.target_path)
+    chats = [[{"role": "user", "content": prompt.text}] for prompt in builtin_prompts(6)]
+    return [tokenizer.apply_chat_template(chat)[-300:] for chat in chats]
