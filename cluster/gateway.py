@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -58,6 +58,7 @@ from workers.request import (
     SubmitRequest,
     TokenFrame,
 )
+from workers.tokenizer import TokenizerError
 
 LAST_FIGURES_WAIT_S = 2.0
 CANCEL_TIMEOUT_S = 5.0
@@ -74,7 +75,7 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
-    def apply_chat_template(self, messages: Sequence[dict[str, str]]) -> list[int]: ...
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +239,7 @@ class Gateway:
 
     async def generate(
         self, request: AnswerRequest, *, route: Route | None = None, timeout_s: float | None = None
-    ) -> AsyncIterator[AnswerEvent]:
+    ) -> AsyncGenerator[AnswerEvent, None]:
         """Chunks, then one AnswerEnd; or a RequestError. Close the iterator to end the request early."""
         started_s = time.monotonic()
         deadline_s = asyncio.get_running_loop().time() + timeout_s if timeout_s is not None else None
@@ -323,11 +324,8 @@ class Gateway:
                 chat = [{"role": role, "content": content} for role, content in messages]
                 try:
                     return tuple(await asyncio.to_thread(self._tokenizer.apply_chat_template, chat))
-                except Exception as error:
-                    # Templates are programs that come with a model; what they refuse, they refuse in their own way.
-                    raise InvalidArgument(
-                        f"the model's chat template refused the messages: {error}", field="prompt.chat"
-                    ) from error
+                except TokenizerError as error:
+                    raise InvalidArgument(str(error), field="prompt.chat") from error
 
     def _choose(self, route: Route) -> list[WorkerLink]:
         """The links of the route, the decoding worker first. Raises NoWorkerReady."""

@@ -1,0 +1,164 @@
+"""The public gRPC door in front of a gateway: Inference, Admin, health and reflection.
+
+Life cycle: `start` listens and reports NOT_SERVING until `serving(True)`; `stop` reports NOT_SERVING, refuses new
+calls and cuts the open ones after the grace time. Every failure leaves as a status with google.rpc details.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import Any, Final, TypeAlias
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+
+from cluster.answers import AnswerChunk
+from cluster.convert import chunk_to_proto, end_to_proto, request_from_proto, worker_to_proto
+from cluster.errors import RequestError, WorkerFailed, to_status
+from cluster.gateway import Gateway
+from cluster.rpc.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+
+_log = logging.getLogger(__name__)
+
+# grpc ships no types: a grpc.aio.ServicerContext.
+Context: TypeAlias = Any
+
+# A prompt of a million token ids is 5 MB; gRPC's own limit is 4 MB.
+MAX_REQUEST_BYTES: Final = 16 * 1024 * 1024
+SERVICES: Final = ("cluster.rpc.v1.Inference", "cluster.rpc.v1.Admin")
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):
+    """Answers. A call that is cancelled or past its deadline closes its iterator, which ends the request."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        asked = request_from_proto(request)
+        events = self._gateway.generate(asked, timeout_s=context.time_remaining())
+        try:
+            async with contextlib.aclosing(events):
+                async for event in events:
+                    if isinstance(event, AnswerChunk):
+                        yield chunk_to_proto(event, asked.client_id)
+                    else:
+                        yield end_to_proto(event, asked.client_id)
+        except RequestError as error:
+            failure = error
+        except Exception as error:
+            # The boundary of the process: the client gets an answer, the log the traceback.
+            _log.exception("request %r failed", asked.client_id)
+            failure = WorkerFailed(f"the gateway failed: {type(error).__name__}: {error}")
+        else:
+            return
+        await context.abort_with_status(to_status(failure))
+
+    async def Cancel(
+        self, request: inference_pb2.CancelRequest, context: Context
+    ) -> inference_pb2.CancelResponse:
+        return inference_pb2.CancelResponse(cancelled=self._gateway.cancel(request.request_id))
+
+    async def GetModel(
+        self, request: inference_pb2.GetModelRequest, context: Context
+    ) -> inference_pb2.GetModelResponse:
+        try:
+            limits = self._gateway.limits()
+        except RequestError as error:
+            await context.abort_with_status(to_status(error))
+            raise
+        return inference_pb2.GetModelResponse(
+            model=limits.model,
+            vocab_size=limits.vocab_size,
+            max_seq_len=limits.max_seq_len,
+            max_draft_tokens=limits.max_draft_tokens,
+            eos_token_ids=limits.eos_token_ids,
+            dtype=limits.dtype,
+        )
+
+
+class AdminService(admin_pb2_grpc.AdminServicer):
+    """What the gateway knows of the cluster, figures taken at the call."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def GetClusterState(
+        self, request: admin_pb2.GetClusterStateRequest, context: Context
+    ) -> admin_pb2.GetClusterStateResponse:
+        gateway = self._gateway
+        await gateway.refresh()
+        try:
+            model = gateway.limits().model
+        except RequestError:
+            model = ""
+        return admin_pb2.GetClusterStateResponse(
+            model=model,
+            mode=gateway.settings.route,
+            version=importlib.metadata.version("slipstream-serve"),
+            uptime_s=time.monotonic() - gateway.started_s,
+            live_requests=gateway.num_live,
+            max_live_requests=gateway.settings.max_live_requests,
+            finished_requests=gateway.counters.finished,
+            failed_requests=gateway.counters.failed,
+            workers=[worker_to_proto(link) for link in gateway.links],
+        )
+
+    async def ListWorkers(
+        self, request: admin_pb2.ListWorkersRequest, context: Context
+    ) -> admin_pb2.ListWorkersResponse:
+        await self._gateway.refresh()
+        return admin_pb2.ListWorkersResponse(workers=[worker_to_proto(link) for link in self._gateway.links])
+
+
+class Door:
+    """The server of one gateway."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._health = HealthServicer()
+        self._server = grpc.aio.server(
+            options=(
+                ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+                ("grpc.so_reuseport", 0),  # a second server on the port must fail, not steal half the calls
+            )
+        )
+        inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(gateway), self._server)
+        admin_pb2_grpc.add_AdminServicer_to_server(AdminService(gateway), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (
+            *SERVICES,
+            health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
+            reflection.SERVICE_NAME,
+        )
+        reflection.enable_server_reflection(names, self._server)
+
+    async def start(self, listen: str) -> str:
+        """Listen on host:port, port 0 for any; returns the address. Raises OSError when it is taken."""
+        try:
+            port = self._server.add_insecure_port(listen)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {listen}: {error}") from error
+        await self.serving(False)
+        await self._server.start()
+        return f"{listen.rpartition(':')[0]}:{port}"
+
+    async def serving(self, ready: bool) -> None:
+        """What the health service says."""
+        status = (
+            health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
+        )
+        for name in ("", *SERVICES):
+            await self._health.set(name, status)
+
+    async def stop(self, grace_s: float) -> None:
+        await self.serving(False)
+        await self._server.stop(grace_s)

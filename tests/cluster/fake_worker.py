@@ -1,0 +1,278 @@
+"""A worker whose answers can be worked out by hand, behind the real worker server.
+
+Token ids are bytes, so every text is its own token list. The answer to a prompt is the prompt again and again: output
+token i is prompt[i % len(prompt)]. Byte 0 is the end-of-sequence token. A step emits `tokens_per_step` tokens of every
+request, so a decode step is as wide as an accepted draft block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvmanager.ids import PageId, RequestId, TransferId, WorkerEpoch
+from workers.config import WorkerConfig
+from workers.errors import HandshakeFailed, PeerUnknown, RequestCancelled, WorkerRefused
+from workers.request import (
+    Prefilled,
+    PrefillRequest,
+    RequestOutput,
+    RequestStats,
+    Reservation,
+    ReserveRequest,
+    Role,
+    SamplingParams,
+    SubmitRequest,
+    TokenFrame,
+    TokenLogprob,
+    WorkerFacts,
+    WorkerStats,
+)
+
+EOS = 0
+VOCAB_SIZE = 256
+MAX_SEQ_LEN = 64
+BYTES_PER_TOKEN = 10
+
+
+class ByteTokenizer:
+    """Token ids are UTF-8 bytes; a chat is its contents joined."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return bytes(token_ids).decode("utf-8", "replace")
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        return self.encode("".join(message["content"] for message in messages))
+
+
+@dataclass
+class _Job:
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    emitted: int = 0
+    steps: int = 0
+    decode_tokens: int = 0
+    landed: bool = True
+
+
+@dataclass
+class FakeHost:
+    """Implements the host protocol. Tests reach in: `hold` stops decoding, `refusal` is raised by the next call."""
+
+    role: Role = "aggregated"
+    peers: dict[WorkerEpoch, FakeHost] = field(default_factory=dict)  # shared by the hosts of a test
+    tokens_per_step: int = 2
+    max_seq_len: int = MAX_SEQ_LEN
+    refusal: WorkerRefused | None = None
+    prefill_refusal: WorkerRefused | None = None
+    refuse_hello: str = ""
+    error_after: int | None = None  # tokens after which a request ends in an error
+
+    def __post_init__(self) -> None:
+        self.epoch = WorkerEpoch(uuid.uuid4().hex)
+        self.peers[self.epoch] = self
+        self.facts = WorkerFacts(
+            role=self.role,
+            epoch=self.epoch,
+            model="fake",
+            vocab_size=VOCAB_SIZE,
+            max_seq_len=self.max_seq_len,
+            max_batch=8,
+            max_draft_tokens=7,
+            eos_token_ids=(EOS,),
+            dtype="float32",
+            page_size=16,
+            kv_bytes_per_token_target=BYTES_PER_TOKEN,
+            kv_bytes_per_token_draft=1,
+            transport="loopback",
+            hello=self.epoch.encode(),
+        )
+        self.hold = threading.Event()
+        self.jobs: dict[RequestId, _Job] = {}
+        self.seen: list[RequestId] = []
+        self.cancelled: list[RequestId] = []
+        self.connected: set[WorkerEpoch] = set()
+        self.running = False
+        self._sink: Callable[[TokenFrame], None] | None = None
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    @classmethod
+    def load(cls, config: WorkerConfig) -> FakeHost:
+        return cls(role=config.role)
+
+    def start(self) -> None:
+        self.running = True
+        self._thread.start()
+
+    def stop(self) -> None:
+        self.running = False
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def set_frame_sink(self, sink: Callable[[TokenFrame], None]) -> None:
+        self._sink = sink
+
+    async def submit(self, request: SubmitRequest) -> None:
+        self._refuse()
+        self._add(request.request_id, request.prompt_token_ids, request.sampling, landed=True)
+
+    async def reserve(self, request: ReserveRequest) -> Reservation:
+        self._refuse()
+        self._add(request.request_id, (), request.sampling, landed=False)
+        pages = (PageId(1),)
+        return Reservation(
+            transfer_id=TransferId(request.request_id),
+            generation_epoch=self.epoch,
+            target_pages=pages,
+            draft_pages=pages,
+        )
+
+    async def prefill(self, request: PrefillRequest) -> Prefilled:
+        if request.reservation.generation_epoch not in self.connected:
+            raise PeerUnknown("connect first")
+        if self.prefill_refusal is not None:
+            raise self.prefill_refusal
+        self.seen.append(request.request_id)
+        while self.hold.is_set():
+            await asyncio.sleep(0.002)
+            if request.request_id in self.cancelled:
+                raise RequestCancelled("cancelled on the context worker")
+        peer = self.peers[request.reservation.generation_epoch]
+        peer.land(request.request_id, request.prompt_token_ids)
+        return Prefilled(
+            first_token=request.prompt_token_ids[0], prompt_tokens_computed=len(request.prompt_token_ids)
+        )
+
+    def land(self, request_id: RequestId, prompt: tuple[int, ...]) -> None:
+        def command() -> None:
+            job = self.jobs.get(request_id)
+            if job is not None:
+                job.prompt, job.landed = prompt, True
+
+        self._commands.put(command)
+
+    def cancel(self, request_id: RequestId) -> None:
+        self.cancelled.append(request_id)
+        self._commands.put(lambda: self._cancel(request_id))
+
+    def connect(self, hello: bytes) -> WorkerEpoch:
+        if self.refuse_hello:
+            raise HandshakeFailed(self.refuse_hello)
+        epoch = WorkerEpoch(hello.decode())
+        self.connected.add(epoch)
+        return epoch
+
+    def stats(self) -> WorkerStats:
+        return WorkerStats(
+            role=self.role,
+            epoch=self.epoch,
+            running=len(self.jobs),
+            waiting=0,
+            slots_in_use=len(self.jobs),
+            draft_slots_in_use=len(self.jobs),
+            target_pages_in_use=len(self.jobs),
+            draft_pages_in_use=len(self.jobs),
+            target_pages=100,
+            draft_pages=100,
+            leases=0,
+            transfers=0,
+            decode_steps=0,
+            decode_tokens=0,
+            prompt_tokens_computed=0,
+            kv_bytes_target=0,
+            kv_bytes_draft=0,
+            transfers_done=0,
+            transfers_failed=0,
+            requests_finished=0,
+            steps=0,
+            last_progress_age_s=0.0,
+        )
+
+    def _refuse(self) -> None:
+        if self.refusal is not None:
+            refusal, self.refusal = self.refusal, None
+            raise refusal
+
+    def _add(
+        self, request_id: RequestId, prompt: tuple[int, ...], sampling: SamplingParams, *, landed: bool
+    ) -> None:
+        self.seen.append(request_id)
+        job = _Job(prompt, sampling, landed=landed)
+        self._commands.put(lambda: self.jobs.__setitem__(request_id, job))
+
+    def _run(self) -> None:
+        while self.running:
+            while not self._commands.empty():
+                self._commands.get()()
+            outputs = [] if self.hold.is_set() else self._step()
+            if outputs and self._sink is not None:
+                self._sink(TokenFrame(tuple(outputs)))
+            time.sleep(0.001)
+
+    def _step(self) -> list[RequestOutput]:
+        outputs = []
+        for request_id, job in list(self.jobs.items()):
+            if not job.landed:
+                continue
+            output = self._advance(request_id, job)
+            if output.finish_reason is not None:
+                del self.jobs[request_id]
+            outputs.append(output)
+        return outputs
+
+    def _advance(self, request_id: RequestId, job: _Job) -> RequestOutput:
+        if self.error_after is not None and job.emitted >= self.error_after:
+            return RequestOutput(request_id=request_id, finish_reason="error", error="the engine broke")
+        first = job.emitted == 0
+        tokens: list[int] = []
+        finish = None
+        for _ in range(1 if first else self.tokens_per_step):
+            token = job.prompt[job.emitted % len(job.prompt)]
+            tokens.append(token)
+            job.emitted += 1
+            is_stop = token in job.sampling.stop_token_ids or (token == EOS and not job.sampling.ignore_eos)
+            if is_stop or job.emitted == job.sampling.max_tokens:
+                finish = "stop" if is_stop else "length"
+                break
+        if not first:
+            job.steps += 1
+            job.decode_tokens += len(tokens)
+        logprobs = tuple(TokenLogprob(token, -0.5, ((token, -0.5),)) for token in tokens)
+        return RequestOutput(
+            request_id=request_id,
+            token_ids=tuple(tokens),
+            logprobs=logprobs if job.sampling.logprobs is not None else (),
+            finish_reason="stop" if finish == "stop" else "length" if finish else None,
+            stats=_stats(job) if finish else None,
+        )
+
+    def _cancel(self, request_id: RequestId) -> None:
+        job = self.jobs.pop(request_id, None)
+        if job is not None and self._sink is not None:
+            output = RequestOutput(request_id=request_id, finish_reason="cancelled", stats=_stats(job))
+            self._sink(TokenFrame((output,)))
+
+
+def _stats(job: _Job) -> RequestStats:
+    return RequestStats(
+        prompt_tokens=len(job.prompt),
+        output_tokens=job.emitted,
+        decode_steps=job.steps,
+        decode_tokens=job.decode_tokens,
+        decode_steps_first8=min(job.steps, 8),
+        decode_tokens_first8=job.decode_tokens,
+        accepted_by_position=(job.steps,),
+        drafted_by_position=(job.steps,),
+        prompt_tokens_computed=0,
+        kv_bytes_target=BYTES_PER_TOKEN * len(job.prompt),
+        kv_bytes_draft=len(job.prompt),
+    )

@@ -1,0 +1,207 @@
+"""Cancels, deadlines, disconnects and lost workers: nothing is left anywhere, nobody waits in vain."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from cluster.answers import AnswerEnd, AnswerRequest, TextPrompt
+from cluster.errors import RequestError
+from cluster.gateway import Gateway
+from cluster.link import LinkState
+from cluster.worker_client import WorkerClient
+from cluster.worker_server import WorkerServer
+from kvmanager.ids import RequestId
+from tests.cluster.conftest import FakeCluster, StartCluster
+from tests.cluster.fake_worker import FakeHost
+from workers.errors import NotAttached
+from workers.request import SamplingParams, SubmitRequest
+
+
+async def started(
+    cluster: FakeCluster, client_id: str = "mine", **options: Any
+) -> tuple[asyncio.Task[Any], Any]:
+    """A request that a worker has seen; the decoding worker is on hold."""
+    for host in cluster.hosts.values():
+        if host.role != "context":
+            host.hold.set()
+    stream = cluster.client.generate("ab", client_id=client_id, **options)
+    first = asyncio.ensure_future(anext(stream))
+    while not any(host.jobs for host in cluster.hosts.values()):
+        await asyncio.sleep(0.005)
+    return first, stream
+
+
+@pytest.fixture(params=["split", "aggregated"])
+def cluster(request: pytest.FixtureRequest) -> FakeCluster:
+    found: FakeCluster = request.getfixturevalue(request.param)
+    return found
+
+
+async def test_cancel_ends_the_answer_and_frees_the_workers(cluster: FakeCluster) -> None:
+    first, stream = await started(cluster)
+    assert await cluster.client.cancel("mine") == 1
+    end = await first
+    assert isinstance(end, AnswerEnd)
+    assert (end.reason, end.usage.output_tokens) == ("cancelled", 0)
+    assert [event async for event in stream] == []
+    await cluster.settle()
+    assert cluster.gateway.num_live == 0
+
+
+async def test_cancel_is_idempotent_and_a_stranger_is_harmless(cluster: FakeCluster) -> None:
+    first, _ = await started(cluster)
+    await cluster.client.cancel("mine")
+    await first
+    assert await cluster.client.cancel("mine") == 0
+    assert await cluster.client.cancel("never heard of") == 0
+
+
+async def test_cancel_in_the_middle_keeps_what_was_said(cluster: FakeCluster) -> None:
+    for host in cluster.hosts.values():
+        host.tokens_per_step = 1
+    stream = cluster.client.generate("ab", max_tokens=60, client_id="mine")
+    text = (await anext(stream)).text
+    for host in cluster.hosts.values():
+        host.hold.set()
+    await cluster.client.cancel("mine")
+    events = [event async for event in stream]
+    assert isinstance(events[-1], AnswerEnd)
+    text += "".join(event.text for event in events)
+    assert text == ("ab" * 30)[: events[-1].usage.output_tokens]
+    assert events[-1].usage.stats is not None
+
+
+async def test_a_client_that_leaves_frees_the_workers(cluster: FakeCluster) -> None:
+    first, stream = await started(cluster)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    await stream.aclose()
+    await cluster.settle()
+    assert cluster.gateway.num_live == 0
+
+
+async def test_a_client_that_leaves_during_prefill_stops_the_context_worker(split: FakeCluster) -> None:
+    context = split.hosts["context-0"]
+    context.hold.set()
+    stream = split.client.generate("ab")
+    first = asyncio.ensure_future(anext(stream))
+    while not context.seen:
+        await asyncio.sleep(0.005)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    await split.settle()
+    while not context.cancelled:
+        await asyncio.sleep(0.005)
+
+
+async def test_a_deadline_ends_the_request_on_the_workers(cluster: FakeCluster) -> None:
+    first, _ = await started(cluster, timeout_s=0.3)
+    with pytest.raises(RequestError) as late:
+        await first
+    assert late.value.code == "DEADLINE_EXCEEDED"
+    await cluster.settle()
+
+
+async def test_an_in_process_deadline_is_the_same(aggregated: FakeCluster) -> None:
+    aggregated.hosts["aggregated-0"].hold.set()
+    with pytest.raises(RequestError) as late:
+        await _collect(aggregated.gateway, timeout_s=0.1)
+    assert late.value.code == "DEADLINE_EXCEEDED"
+    await aggregated.settle()
+
+
+async def test_a_workers_error_in_mid_stream_reaches_the_client(cluster: FakeCluster) -> None:
+    for host in cluster.hosts.values():
+        host.error_after = 5
+    text = ""
+    with pytest.raises(RequestError) as broken:
+        async for event in cluster.client.generate("abc", max_tokens=30):
+            text += event.text
+    assert (broken.value.code, broken.value.message, text) == ("INTERNAL", "the engine broke", "abcab")
+    for host in cluster.hosts.values():
+        host.error_after = None
+    assert (await cluster.client.complete("ok", max_tokens=4))[0] == "okok"
+
+
+async def test_a_lost_worker_ends_its_requests_and_routes_nothing_more(cluster: FakeCluster) -> None:
+    first, _ = await started(cluster)
+    decoding = next(name for name, host in cluster.hosts.items() if host.role != "context")
+    await cluster.servers[decoding].stop()
+    with pytest.raises(RequestError) as lost:
+        await first
+    assert lost.value.code == "UNAVAILABLE"
+    assert decoding in lost.value.message
+    with pytest.raises(RequestError) as unavailable:
+        await cluster.client.complete("ab")
+    assert unavailable.value.code == "UNAVAILABLE"
+    assert not cluster.gateway.ready
+    assert cluster.gateway.num_live == 0
+
+
+async def test_a_worker_that_comes_back_serves_again(aggregated: FakeCluster) -> None:
+    link = aggregated.gateway.links[0]
+    address = link.worker.address
+    await aggregated.servers["aggregated-0"].stop()
+    while link.state is not LinkState.SUSPECT:
+        await asyncio.sleep(0.005)
+    host = FakeHost("aggregated")
+    server = WorkerServer(host)
+    aggregated.hosts, aggregated.servers = {"aggregated-0": host}, {"aggregated-0": server}
+    ip, _, port = address.rpartition(":")
+    await server.start(ip, int(port))
+    try:
+        while link.state is not LinkState.READY:
+            await asyncio.sleep(0.005)
+        assert link.facts is not None
+        assert link.facts.epoch == host.epoch
+        assert (await aggregated.client.complete("ok", max_tokens=4))[0] == "okok"
+    finally:
+        await server.stop()
+
+
+async def test_a_gateway_that_vanishes_leaves_nothing_on_its_workers(aggregated: FakeCluster) -> None:
+    first, _ = await started(aggregated)
+    for link in aggregated.gateway.links:
+        await link.close()
+    await aggregated.settle()
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+
+
+async def test_a_request_from_a_gateway_that_is_not_attached_is_refused(aggregated: FakeCluster) -> None:
+    client = WorkerClient(aggregated.gateway.links[0].worker.address, "stranger")
+    request = SubmitRequest(
+        request_id=RequestId("x"), prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=1)
+    )
+    try:
+        with pytest.raises(NotAttached):
+            await client.submit(request)
+    finally:
+        await client.close()
+
+
+async def test_stopping_the_gateway_refuses_new_and_ends_live_requests(start_cluster: StartCluster) -> None:
+    cluster = await start_cluster(FakeHost("aggregated"), route="aggregated")
+    first, _ = await started(cluster)
+    await cluster.gateway.stop()
+    with pytest.raises(RequestError, match="shutting down"):
+        await first
+    with pytest.raises(RequestError, match="shutting down"):
+        await cluster.client.complete("ab")
+
+
+async def test_one_gateway_may_send_requests_down_either_route(start_cluster: StartCluster) -> None:
+    peers: Any = {}
+    hosts = [FakeHost(role, peers) for role in ("context", "generation", "aggregated")]  # type: ignore[arg-type]
+    cluster = await start_cluster(*hosts)
+    assert await _collect(cluster.gateway) == "abcabc"
+    assert await _collect(cluster.gateway, route="aggregated") == "abcabc"
+    assert [len(host.seen) for host in hosts] == [1, 1, 1]
+
+
+async def _collect(gateway: Gateway, **options: Any) -> str:
+    request = AnswerRequest(prompt=TextPrompt("abc"), max_tokens=6)
+    return "".join([event.text async for event in gateway.generate(request, **options)])
