@@ -83,3 +83,7 @@ class PumpStopped(TransceiverError):
 
 class TransportError(TransceiverError):
     """The transport refused or failed."""
+
+
+class SelfTestFailed(TransceiverError):
+    """Two processes of this machine could not ship pages to each other, or not fast enough."""

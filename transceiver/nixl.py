@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +35,9 @@ from transceiver.transport import Inbound, Write, WriteEnded, WriteId
 from transceiver.wire import Hello, Pools, Region
 
 _log = logging.getLogger(__name__)
+
+_CLOSING_POLLS = 20
+_CLOSING_POLL_S = 0.001
 
 _Indices = npt.NDArray[np.int32]
 
@@ -159,6 +163,11 @@ class NixlTransport:
         return Inbound(messages, ended, lost)
 
     def close(self) -> None:
+        # Messages to a peer that died are still queued inside UCX, which aborts the process over them at its
+        # end; a few polls let it give them up. They also let our last words leave.
+        for _ in range(_CLOSING_POLLS):
+            self._quietly(self._agent.get_new_notifs)
+            time.sleep(_CLOSING_POLL_S)
         for write in list(self._in_flight):
             self.cancel(write)
         for peer in list(self._peers):
@@ -220,8 +229,7 @@ def _make_agent(epoch: WorkerEpoch) -> tuple[_Agent, tuple[type[Exception], ...]
         bindings = importlib.import_module("nixl_cu12._bindings")
     except ImportError as error:
         raise TransportError(f"NIXL cannot be imported: {error}") from error
-    logging.getLogger("nixl_cu12").setLevel(logging.WARNING)
-    logging.getLogger("nixl_cu12._api").setLevel(logging.WARNING)
+    logging.getLogger("nixl").setLevel(logging.WARNING)  # it reports its start on stdout
     errors: tuple[type[Exception], ...] = tuple(
         value
         for name, value in vars(bindings).items()
