@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from kvmanager.ids import TransferId, WorkerEpoch
-from transceiver.book import Action, CancelWrite, DropPeer, Meet, Notify, Timing, TransferBook, Urgency
+from transceiver.book import TransferBook, Urgency
 from transceiver.errors import TransportError
 from transceiver.port import PortStats, ReceiveSpec, SendSpec, TransferEvent
+from transceiver.records import Action, CancelWrite, DropPeer, Meet, Notify, Timing
 from transceiver.transport import Transport, Write
 from transceiver.wire import Fingerprint, Handoff, Hello, Pools, encode
 

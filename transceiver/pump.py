@@ -24,11 +24,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from kvmanager.ids import TransferId, WorkerEpoch
-from transceiver.book import Timing, Urgency
+from transceiver.book import Urgency
 from transceiver.endpoint import Endpoint, Identity
 from transceiver.errors import PumpStopped
 from transceiver.nixl import NixlTransport
 from transceiver.port import PortStats, ReceiveSpec, SendSpec, TransferEvent
+from transceiver.records import Timing
 from transceiver.transport import Transport
 from transceiver.wire import Handoff, Pools
 

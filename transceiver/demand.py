@@ -1,0 +1,29 @@
+"""What a transfer of n tokens takes on this worker: pages and bytes, target and draft apart. Pure.
+
+Bytes shipped are pages_for(num_tokens) * page_bytes, and nothing else: whole pages, each once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transceiver.errors import PlanError
+from transceiver.wire import Fingerprint, Pools
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    target_pages: int
+    draft_pages: int
+    target_bytes: int
+    draft_bytes: int
+
+
+def demand(fingerprint: Fingerprint, pools: Pools, num_tokens: int) -> Demand:
+    """Draft counts are 0 where there is no draft pool. Raises PlanError for less than one token."""
+    if num_tokens < 1:
+        raise PlanError(f"a transfer of {num_tokens} tokens")
+    target = fingerprint.target.pages_for(num_tokens)
+    draft = 0 if fingerprint.draft is None else fingerprint.draft.pages_for(num_tokens)
+    draft_page_bytes = 0 if pools.draft is None else pools.draft.page_bytes
+    return Demand(target, draft, target * pools.target.page_bytes, draft * draft_page_bytes)

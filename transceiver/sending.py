@@ -1,0 +1,327 @@
+"""The sending half of a worker's transfers: what may be written, what was, and when the source pages are free. Pure.
+
+Nothing is written before the receiver's grant, nothing after its lease. `push` moves the position up to which KV is
+final; `advance` writes the pages that became final since, so each page travels once, whatever the chunks. The handoff
+follows when every write has completed. A failing transfer lets its writes complete before it says Closed, because that
+word tells the receiver that its pages are safe.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from kvmanager.ids import TransferId, WorkerEpoch
+from transceiver import plan, wire
+from transceiver.demand import demand
+from transceiver.errors import BookCorrupt, DuplicateTransfer, PlanError, UnknownPeer, UnknownTransfer
+from transceiver.peers import Peers
+from transceiver.port import Broke, Delivered, SendSpec
+from transceiver.records import CancelWrite, ClosedTransfer, Key, Outgoing, Records, Side, remote_outcome
+from transceiver.transfer import Outcome, Sender, SenderCommand, SenderEvent, SenderPhase
+from transceiver.transport import Write, WriteEnded, WriteId
+from transceiver.wire import Hello, TerminalState
+
+
+@dataclass(slots=True)
+class _Sending:
+    spec: SendSpec
+    state: Sender = field(default_factory=Sender)
+    deadline_s: float | None = None  # None until the first step sees it
+    lease_end_s: float = -math.inf
+    open_sent_s: list[float] = field(default_factory=list)  # by attempt
+    ready_position: int = 0
+    shipped_target: int = 0  # pages
+    shipped_draft: int = 0
+    in_flight: set[WriteId] = field(default_factory=set)
+    quiesce_by_s: float | None = None
+    quiet: bool = True  # False: a cancelled write may still arrive
+    handoff: wire.Handoff | None = None
+
+
+class Sending:
+    """All outgoing transfers of one worker."""
+
+    def __init__(self, ours: Hello, peers: Peers, records: Records) -> None:
+        self._ours = ours
+        self._peers = peers
+        self._records = records
+        self._open: dict[TransferId, _Sending] = {}
+        self._writes: dict[WriteId, TransferId] = {}
+        self._next_write = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __contains__(self, transfer: TransferId) -> bool:
+        return transfer in self._open
+
+    @property
+    def writing(self) -> bool:
+        """Whether any write is in flight."""
+        return bool(self._writes)
+
+    # calls of the engine
+
+    def open(self, spec: SendSpec) -> None:
+        if spec.transfer in self._open or _key(spec.transfer) in self._records.closed:
+            raise DuplicateTransfer(spec.transfer)
+        peer = self._peers.get(spec.peer)
+        if peer is None:
+            raise UnknownPeer(spec.peer, spec.transfer)
+        ours, theirs = self._ours.pools, peer.hello.pools
+        needed = demand(self._ours.fingerprint, ours, spec.num_tokens)
+        plan.require_pages("source target", spec.source.target, needed.target_pages, ours.target.num_pages)
+        plan.require_pages(
+            "destination target", spec.destination.target, needed.target_pages, theirs.target.num_pages
+        )
+        if spec.ship_draft and ours.draft is not None and theirs.draft is not None:
+            plan.require_pages("source draft", spec.source.draft, needed.draft_pages, ours.draft.num_pages)
+            plan.require_pages(
+                "destination draft", spec.destination.draft, needed.draft_pages, theirs.draft.num_pages
+            )
+        self._open[spec.transfer] = _Sending(spec)
+        opening = wire.Open(
+            transfer=spec.transfer,
+            attempt=0,
+            num_tokens=spec.num_tokens,
+            target_pages=tuple(spec.destination.target[: needed.target_pages]),
+            draft_pages=tuple(spec.destination.draft[: needed.draft_pages]),
+            ship_draft=spec.ship_draft,
+        )
+        self._records.say(_key(spec.transfer), spec.peer, opening)
+
+    def push(self, transfer: TransferId, end_position: int) -> None:
+        entry = self._find(transfer)
+        if entry is None:
+            return
+        if not entry.ready_position <= end_position <= entry.spec.num_tokens:
+            raise PlanError(
+                f"push to {end_position} after {entry.ready_position} of {entry.spec.num_tokens} tokens",
+                transfer,
+            )
+        entry.ready_position = end_position
+
+    def finish(self, transfer: TransferId, handoff: wire.Handoff) -> None:
+        entry = self._find(transfer)
+        if entry is None:
+            return
+        if handoff.num_tokens != entry.spec.num_tokens:
+            raise PlanError(
+                f"handoff of {handoff.num_tokens} tokens, opened for {entry.spec.num_tokens}", transfer
+            )
+        if entry.handoff is not None:
+            raise PlanError("finished twice", transfer)
+        entry.ready_position = entry.spec.num_tokens
+        entry.handoff = wire.with_draft_shipped(handoff, entry.spec.ship_draft)
+
+    def abort(self, transfer: TransferId, reason: str) -> None:
+        if transfer in self._open:
+            self._on(transfer, SenderEvent.CANCELLED, Outcome(TerminalState.CANCELLED, reason))
+
+    def peer_gone(self, peer: WorkerEpoch, outcome: Outcome) -> None:
+        for transfer in [key for key, entry in self._open.items() if entry.spec.peer == peer]:
+            self._on(transfer, SenderEvent.PEER_GONE, outcome)
+
+    def _find(self, transfer: TransferId) -> _Sending | None:
+        """The outgoing transfer; None when it has ended, which its engine learns from the next poll."""
+        entry = self._open.get(transfer)
+        if entry is None and _key(transfer) not in self._records.closed:
+            raise UnknownTransfer(transfer)
+        return entry
+
+    # the clock and the transport
+
+    def write_ended(self, ended: WriteEnded) -> None:
+        transfer = self._writes.pop(ended.write, None)
+        if transfer is None:
+            return  # cancelled before
+        self._open[transfer].in_flight.discard(ended.write)
+        if ended.failure is not None:
+            failed = Outcome(TerminalState.FAILED, f"write failed: {ended.failure}")
+            self._on(transfer, SenderEvent.WRITE_FAILED, failed)
+
+    def advance(self, now_s: float) -> None:
+        """Deadlines, new writes, and the handoff behind the last of them."""
+        for transfer, entry in list(self._open.items()):
+            if entry.deadline_s is None:
+                entry.deadline_s = now_s + entry.spec.ttl_s
+            limit_s = entry.deadline_s
+            if entry.state.phase is SenderPhase.WRITING:
+                limit_s = min(limit_s, entry.lease_end_s)
+            if now_s >= limit_s and entry.state.phase is not SenderPhase.QUIESCING:
+                expired = Outcome(TerminalState.EXPIRED, f"not finished within {entry.spec.ttl_s} s")
+                self._on(transfer, SenderEvent.EXPIRED, expired)
+            if entry.state.phase is SenderPhase.WRITING:
+                self._ship(transfer, entry)
+                if entry.handoff is not None and not entry.in_flight:
+                    self._on(transfer, SenderEvent.ALL_WRITTEN)
+            if entry.state.phase is SenderPhase.QUIESCING:
+                self._quiesce(transfer, entry, now_s)
+
+    def opening(self, transfer: TransferId, outgoing: Outgoing, now_s: float) -> wire.Open:
+        """The Open to send now. Its attempt names the moment from which a grant will be counted."""
+        message = outgoing.message
+        assert isinstance(message, wire.Open)
+        sent_s = self._open[transfer].open_sent_s
+        sent_s.append(now_s)
+        return wire.with_attempt(message, len(sent_s) - 1)
+
+    def _ship(self, transfer: TransferId, entry: _Sending) -> None:
+        spec, fingerprint = entry.spec, self._ours.fingerprint
+        end = plan.pages_final(entry.ready_position, spec.num_tokens, fingerprint.target.page_size)
+        target = plan.page_runs(spec.source.target, spec.destination.target, entry.shipped_target, end)
+        entry.shipped_target = end
+        draft: tuple[plan.PageRun, ...] = ()
+        if fingerprint.draft is not None and spec.ship_draft:
+            end = plan.pages_final(entry.ready_position, spec.num_tokens, fingerprint.draft.page_size)
+            draft = plan.page_runs(spec.source.draft, spec.destination.draft, entry.shipped_draft, end)
+            entry.shipped_draft = end
+        if target or draft:
+            write = Write(WriteId(self._next_write), spec.peer, target, draft)
+            self._next_write += 1
+            self._writes[write.write] = transfer
+            entry.in_flight.add(write.write)
+            self._records.actions.append(write)
+
+    def _quiesce(self, transfer: TransferId, entry: _Sending, now_s: float) -> None:
+        if entry.quiesce_by_s is None:
+            entry.quiesce_by_s = now_s + self._records.timing.quiesce_s
+        if entry.in_flight and now_s >= entry.quiesce_by_s:
+            self._cancel_writes(entry)
+            entry.quiet = False
+        if not entry.in_flight:
+            self._on(transfer, SenderEvent.QUIET)
+
+    def _cancel_writes(self, entry: _Sending) -> None:
+        for write in sorted(entry.in_flight):
+            del self._writes[write]
+            self._records.actions.append(CancelWrite(write))
+        entry.in_flight.clear()
+
+    # what the receiver says
+
+    def hear_grant(self, source: WorkerEpoch, message: wire.Grant) -> None:
+        entry = self._sent_to(source, message.transfer)
+        if entry is None or not 0 <= message.attempt < len(entry.open_sent_s):
+            return
+        lease_end_s = entry.open_sent_s[message.attempt] + message.lease_s
+        if math.isfinite(lease_end_s):
+            entry.lease_end_s = max(entry.lease_end_s, lease_end_s)
+            self._on(message.transfer, SenderEvent.GRANTED)
+
+    def hear_refuse(self, source: WorkerEpoch, message: wire.Refuse) -> None:
+        if self._sent_to(source, message.transfer) is not None:
+            refused = Outcome(TerminalState.FAILED, f"refused by the receiver: {message.reason}")
+            self._on(message.transfer, SenderEvent.REFUSED, refused)
+
+    def hear_ack(self, source: WorkerEpoch, message: wire.Ack) -> None:
+        entry = self._open.get(message.transfer)
+        if entry is None:
+            self._records.settled(_key(message.transfer), source)
+        elif entry.spec.peer == source and entry.state.phase is SenderPhase.FINISHING:
+            self._on(message.transfer, SenderEvent.ACKED)
+
+    def hear_abort(self, source: WorkerEpoch, message: wire.Abort) -> None:
+        transfer = message.transfer
+        if transfer in self._open:
+            if self._sent_to(source, transfer) is not None:
+                outcome = remote_outcome(Side.RECEIVER, message.state, message.reason)
+                self._on(transfer, SenderEvent.ABORTED, outcome)
+            return
+        closed = self._records.closed.get(_key(transfer))
+        if closed is None:
+            # Forgotten or never known: either way this incarnation writes nothing of it.
+            self._records.answer(
+                source, wire.Closed(transfer, TerminalState.FAILED, "unknown transfer", quiet=True)
+            )
+        elif closed.peer == source:
+            ended = closed.outcome
+            self._records.answer(source, wire.Closed(transfer, ended.state, ended.reason, closed.quiet))
+
+    def _sent_to(self, source: WorkerEpoch, transfer: TransferId) -> _Sending | None:
+        entry = self._open.get(transfer)
+        return entry if entry is not None and entry.spec.peer == source else None
+
+    # transitions
+
+    def _on(self, transfer: TransferId, event: SenderEvent, outcome: Outcome | None = None) -> None:
+        entry = self._open[transfer]
+        before = entry.state.phase
+        entry.state, commands = entry.state.on(event, outcome)
+        if entry.state.phase is not before:
+            self._records.settled(_key(transfer))
+        for command in commands:
+            self._obey(transfer, entry, command, event)
+
+    def _obey(
+        self, transfer: TransferId, entry: _Sending, command: SenderCommand, event: SenderEvent
+    ) -> None:
+        key, peer, ending = _key(transfer), entry.spec.peer, entry.state.outcome
+        match command:
+            case SenderCommand.TELL_DONE:
+                assert entry.handoff is not None
+                bytes_target, bytes_draft = self._bytes_shipped(entry)
+                done = wire.Done(
+                    transfer=transfer,
+                    handoff=entry.handoff,
+                    bytes_target=bytes_target,
+                    bytes_draft=bytes_draft,
+                )
+                self._records.say(key, peer, done)
+            case SenderCommand.STOP_WRITES:
+                # Writes in flight may complete, as proof that they are over; those to a dead peer never will.
+                if event is SenderEvent.PEER_GONE:
+                    self._cancel_writes(entry)
+            case SenderCommand.TELL_CLOSED:
+                assert ending is not None
+                if peer in self._peers:
+                    self._records.say(
+                        key, peer, wire.Closed(transfer, ending.state, ending.reason, entry.quiet)
+                    )
+            case SenderCommand.REPORT:
+                assert ending is not None
+                self._report(transfer, entry, ending)
+
+    def _report(self, transfer: TransferId, entry: _Sending, ending: Outcome) -> None:
+        del self._open[transfer]
+        closed = ClosedTransfer(entry.spec.peer, ending, entry.quiet)
+        if ending.state is TerminalState.DONE:
+            bytes_target, bytes_draft = self._bytes_shipped(entry)
+            self._records.count_bytes(bytes_target, bytes_draft)
+            self._records.close(_key(transfer), closed, Delivered(transfer, bytes_target, bytes_draft))
+        else:
+            self._records.close(_key(transfer), closed, Broke(transfer, ending.state, ending.reason))
+
+    def _bytes_shipped(self, entry: _Sending) -> tuple[int, int]:
+        pools = self._ours.pools
+        draft_page_bytes = 0 if pools.draft is None else pools.draft.page_bytes
+        return entry.shipped_target * pools.target.page_bytes, entry.shipped_draft * draft_page_bytes
+
+    def check(self) -> None:
+        """Raises BookCorrupt when an entry contradicts its phase or its writes."""
+        for transfer, entry in self._open.items():
+            phase = entry.state.phase
+            if phase is SenderPhase.CLOSED or _key(transfer) in self._records.closed:
+                raise BookCorrupt(f"sender is open and closed in {phase}", transfer)
+            owned = {write for write, owner in self._writes.items() if owner == transfer}
+            if owned != entry.in_flight:
+                raise BookCorrupt(f"sender owns writes {owned}, has {entry.in_flight} in flight", transfer)
+            if entry.in_flight and phase in (SenderPhase.OPENING, SenderPhase.FINISHING):
+                raise BookCorrupt(f"sender in {phase} has writes in flight", transfer)
+            if entry.spec.peer not in self._peers and phase is not SenderPhase.QUIESCING:
+                raise BookCorrupt(f"sender in {phase} has lost its peer", transfer)
+            asks = _key(transfer) in self._records.outbox
+            if asks != (phase in (SenderPhase.OPENING, SenderPhase.FINISHING)):
+                raise BookCorrupt(f"sender in {phase} asks its peer something: {asks}", transfer)
+            page_size = self._ours.fingerprint.target.page_size
+            if entry.shipped_target > plan.pages_final(
+                entry.ready_position, entry.spec.num_tokens, page_size
+            ):
+                raise BookCorrupt("sender shipped pages that are not final", transfer)
+        if any(owner not in self._open for owner in self._writes.values()):
+            raise BookCorrupt("a write in flight belongs to no open transfer")
+
+
+def _key(transfer: TransferId) -> Key:
+    return (Side.SENDER, transfer)
