@@ -71,7 +71,7 @@ def save_drafter(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Te
 
 
 def read_config(path: Path) -> DFlashConfig:
-    """Parse `path`/config.json. Raises DrafterCheckpointError (unreadable) or DrafterConfigError (a field)."""
+    """Parse `path`/config.json. Raises DrafterCheckpointError (unreadable) or DrafterConfigError."""
     file = path / "config.json"
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))

@@ -7,10 +7,10 @@ verification of a block, another worker after a replay, or the draft model, sees
 target's choice never depends on how it was reached, and a draft whose distribution is close to the target's
 mostly makes the same choice.
 
-Noise is a counter-based hash (the finaliser of splitmix64) in integer arithmetic, exact on every device,
-turned into an exponential variate in float64.
+Noise is a counter-based hash in 32-bit integer arithmetic, which is exact on every device and needs no more
+than the tokens in question: a request with top-k hashes k tokens, not the vocabulary.
 
-Shapes: N rows, V vocabulary.
+Shapes: N rows, V vocabulary, C candidates.
 """
 
 from __future__ import annotations
@@ -22,12 +22,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+_LOOKS = (512, 8192)  # how many best candidates a filter looks at before it sorts the whole vocabulary
+_ELEMENTS_AT_ONCE = 1 << 16  # noise computed at a time: its temporaries fit a core's cache
 _MASK_64 = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
-# Candidates looked at before top-p falls back to sorting the whole vocabulary.
-_TOP_P_FIRST_LOOK = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +60,10 @@ def choose(logits_NV: Tensor, rules: Sequence[ChoiceRule], positions: Sequence[i
         picked = logits_NV[rows] if len(groups) > 1 else logits_NV
         if temperature == 0.0:
             chosen_N[rows] = picked.argmax(dim=-1)
-            continue
-        scores, token_ids = filtered(picked, temperature, top_k, top_p)
-        keys = torch.tensor(
-            [noise_key(rules[row].seed, positions[row]) for row in rows],
-            dtype=torch.int64,
-            device=logits_NV.device,
-        )
-        best = (scores + gumbel(keys[:, None], token_ids).to(scores.dtype)).argmax(dim=-1, keepdim=True)
-        chosen_N[rows] = token_ids.expand(len(rows), -1).gather(-1, best)[:, 0]
+        else:
+            keys = [noise_key(rules[row].seed, positions[row]) for row in rows]
+            keys_N2 = torch.tensor(keys, dtype=torch.int32, device=logits_NV.device)
+            chosen_N[rows] = _noisy_argmax(*filtered(picked, temperature, top_k, top_p), keys_N2)
     return chosen_N
 
 
@@ -85,71 +77,77 @@ def filtered(logits_NV: Tensor, temperature: float, top_k: int, top_p: float) ->
     scores = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
     scores = scores / temperature
     vocab = scores.shape[-1]
-    limit = top_k if 0 < top_k < vocab else vocab
-    if limit == vocab and top_p >= 1.0:
+    top_k = top_k if 0 < top_k < vocab else 0
+    if not top_k and top_p >= 1.0:
         return scores, _all_token_ids(vocab, scores.device)
-    if limit == vocab:
-        return _top_p_of_all(scores, top_p)
-    sorted_scores = torch.topk(scores, limit, dim=-1).values
-    floor = sorted_scores[:, -1:]
+    for look in (*_LOOKS, vocab):
+        width = min(max(look, top_k + 1), vocab)
+        best, token_ids = torch.topk(scores, width, dim=-1)
+        keep = _kept(scores, best, top_k, top_p)
+        if width == vocab or not bool(
+            keep[:, -1].any()
+        ):  # otherwise more may have to stay than were looked at
+            break
+    count = int(keep.sum(dim=-1).max())
+    return best.masked_fill(~keep, -torch.inf)[:, :count], token_ids[:, :count]
+
+
+def _kept(scores_NV: Tensor, best_NC: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Which of the best candidates, in descending order, pass both filters. The first always does."""
+    floor_N1 = best_NC[:, top_k - 1 : top_k] if top_k else best_NC[:, -1:]
     if top_p < 1.0:
-        floor = torch.maximum(
-            floor, _nucleus_floor(sorted_scores, sorted_scores.logsumexp(-1, keepdim=True), top_p)[0]
-        )
-    return _at_least(scores, floor)
+        inside = best_NC.double().masked_fill(best_NC < floor_N1, -torch.inf)
+        total_N1 = (inside if top_k else scores_NV).logsumexp(dim=-1, keepdim=True)
+        probs = (inside - total_N1).exp()
+        before = probs.cumsum(dim=-1) - probs
+        nucleus = ((before < top_p) & (inside > -torch.inf)).sum(dim=-1, keepdim=True).clamp(min=1)
+        floor_N1 = best_NC.gather(-1, nucleus - 1)
+    return best_NC >= floor_N1
 
 
-def _top_p_of_all(scores: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """Top-p over the whole vocabulary. The nucleus is mostly small: look at the best before sorting all."""
-    total = scores.logsumexp(-1, keepdim=True)
-    vocab = scores.shape[-1]
-    sorted_scores = torch.topk(scores, min(_TOP_P_FIRST_LOOK, vocab), dim=-1).values
-    floor, complete = _nucleus_floor(sorted_scores, total, top_p)
-    if not bool(complete.all()) and sorted_scores.shape[-1] < vocab:
-        full_floor, _ = _nucleus_floor(scores.sort(dim=-1, descending=True).values, total, top_p)
-        floor = torch.where(complete, floor, full_floor)
-    return _at_least(scores, floor)
+def _noisy_argmax(scores_NC: Tensor, token_ids: Tensor, keys_N2: Tensor) -> Tensor:
+    """Token ids [N] with the highest score + noise; a few rows at a time, so that temporaries stay in the cache."""
+    num_rows, num_candidates = scores_NC.shape
+    stride = max(_ELEMENTS_AT_ONCE // num_candidates, 1)
+    chosen = []
+    for start in range(0, num_rows, stride):
+        rows = slice(start, start + stride)
+        ids = token_ids[rows] if token_ids.shape[0] > 1 else token_ids
+        noisy = gumbel(keys_N2[rows], ids, scores_NC.dtype).add_(scores_NC[rows])
+        best_N1 = noisy.argmax(dim=-1, keepdim=True)
+        chosen.append(ids.expand(noisy.shape[0], -1).gather(-1, best_N1)[:, 0])
+    return torch.cat(chosen)
 
 
-def _nucleus_floor(sorted_scores: Tensor, total: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """Lowest score [N, 1] of each row's nucleus, and whether the candidates at hand reach top_p at all.
+def noise_key(seed: int, position: int) -> tuple[int, int]:
+    """The two 32-bit halves of a splitmix64 hash of (seed, position), as signed integers."""
+    mixed = _splitmix(_splitmix(seed & _MASK_64) + position)
+    return _signed_32(mixed & 0xFFFFFFFF), _signed_32(mixed >> 32)
 
-    The nucleus is the smallest set of best candidates whose probability reaches top_p; it is never empty.
+
+def gumbel(keys_N2: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Standard Gumbel noise [N, C], in float32 or float64, of the tokens [N, C] or [1, C] under each row's key.
+
+    Two invertible 32-bit mixers (constants: C. Wellons, "Prospecting for Hash Functions"), one half of the key
+    before each, so that no two keys give shifted copies of one stream. 31 bits make the uniform variate; what
+    decides an argmax is the small end of the exponential, where -log1p(-u) keeps full relative precision.
     """
-    probs = (sorted_scores - total).double().exp()
-    cumulative = probs.cumsum(dim=-1)
-    kept = (cumulative - probs < top_p).sum(dim=-1, keepdim=True).clamp(min=1)
-    return sorted_scores.gather(-1, kept - 1), cumulative[:, -1:] >= top_p
+    bits = token_ids.to(torch.int32) * _signed_32(0x9E3779B9) + keys_N2[:, :1]
+    scratch = torch.empty_like(bits)
+    _xor_shift_(bits, scratch, 16).mul_(0x7FEB352D)
+    _xor_shift_(bits, scratch, 15).mul_(_signed_32(0x846CA68B))
+    _xor_shift_(bits, scratch, 16).bitwise_xor_(keys_N2[:, 1:])
+    _xor_shift_(bits, scratch, 15).mul_(_signed_32(0xD168AAAD))
+    _xor_shift_(bits, scratch, 15).mul_(_signed_32(0xAF723597))
+    _xor_shift_(bits, scratch, 15)
+    minus_u = bits.bitwise_and_(0x7FFFFFFF).to(dtype).add_(0.5).mul_(-(2.0**-31))
+    return minus_u.log1p_().neg_().log_().neg_()
 
 
-def _at_least(scores: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
-    """The candidates at or above `floor` [N, 1], cut to the widest row's count; the rest of a row is -inf."""
-    keep = scores >= floor
-    width = int(keep.sum(dim=-1).max())
-    best, token_ids = torch.topk(scores, width, dim=-1)
-    return best.masked_fill(best < floor, -torch.inf), token_ids
-
-
-def noise_key(seed: int, position: int) -> int:
-    """The hash stream of (seed, position), as a signed 64-bit integer."""
-    return _signed(_mix(_mix(seed) + position * _GOLDEN))
-
-
-def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """Standard Gumbel noise in float64 for int64 `keys` and `token_ids`, broadcast against each other."""
-    bits = keys + (token_ids + 1) * _signed(_GOLDEN)  # int64 arithmetic wraps, as the hash wants
-    bits = (bits ^ _shift(bits, 30)) * _signed(_MIX_1)
-    bits = (bits ^ _shift(bits, 27)) * _signed(_MIX_2)
-    bits = bits ^ _shift(bits, 31)
-    # 53 bits, centred so that neither 0 nor 1 occurs. What decides an argmax is the small end of the
-    # exponential, and -log1p(-u) keeps full relative precision there.
-    uniform = (_shift(bits, 11).double() + 0.5) * 2.0**-53
-    return uniform.neg_().log1p_().neg_().log_().neg_()
-
-
-def _shift(bits: Tensor, count: int) -> Tensor:
-    """Logical right shift; torch's own keeps the sign."""
-    return (bits >> count) & ((1 << (64 - count)) - 1)
+def _xor_shift_(bits: Tensor, scratch: Tensor, count: int) -> Tensor:
+    """bits ^= bits >> count, in place and logical: torch's own shift repeats the sign."""
+    torch.bitwise_right_shift(bits, count, out=scratch)
+    return bits.bitwise_xor_(scratch.bitwise_and_((1 << (32 - count)) - 1))
 
 
 @functools.cache
@@ -157,13 +155,13 @@ def _all_token_ids(vocab: int, device: torch.device) -> Tensor:
     return torch.arange(vocab, device=device)[None]
 
 
-def _mix(value: int) -> int:
-    value = (value + _GOLDEN) & _MASK_64
-    value = ((value ^ (value >> 30)) * _MIX_1) & _MASK_64
-    value = ((value ^ (value >> 27)) * _MIX_2) & _MASK_64
+def _splitmix(value: int) -> int:
+    """One step of splitmix64 (Steele, Lea, Flood 2014)."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK_64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK_64
     return value ^ (value >> 31)
 
 
-def _signed(value: int) -> int:
-    value &= _MASK_64
-    return value - (1 << 64) if value >> 63 else value
+def _signed_32(value: int) -> int:
+    return value - (1 << 32) if value >> 31 else value

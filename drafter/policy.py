@@ -6,7 +6,7 @@ seconds (`drafter.costs`) and picks the best number, with three precautions:
 
 * Exploration. Estimates of what is not being done go stale: acceptance while nothing is drafted, the plain
   decode step while everything is. Probes refresh them, paid from an allowance that grows with the time spent
-  and is charged what the probe is expected to lose, so probes near break-even are frequent, hopeless ones rare.
+  and is charged what the probe is expected to lose, so hopeless ones are rare.
 * Hysteresis. A different number must promise clearly more than the present one.
 * A guard. Time and tokens of recent steps are compared with what target-only decoding would have taken. When
   the balance falls behind by more than a little, nothing is drafted until it has recovered, whatever the
@@ -43,7 +43,7 @@ class BlockLengthPolicy:
     """Picks the number of drafts of each step. `mode`: "full" block, a fixed number, or "adaptive"."""
 
     def __init__(self, max_draft_tokens: int, mode: PolicyMode | int = "full") -> None:
-        """`max_draft_tokens`: the drafter's limit, 0 without a drafter. A larger fixed `mode` is cut to it."""
+        """`max_draft_tokens`: the drafter's limit, 0 without one. A larger fixed `mode` is cut to it."""
         if max_draft_tokens < 0:
             raise ValueError(f"max_draft_tokens {max_draft_tokens} is negative")
         if isinstance(mode, int) and mode < 0:

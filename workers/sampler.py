@@ -25,7 +25,7 @@ class Sampler:
     def choose(
         self, logits_NV: Tensor, sampling: Sequence[SamplingParams], positions: Sequence[int]
     ) -> Tensor:
-        """Token ids, int64 [N]. positions[n] is the position that row n's token will occupy (not its query's)."""
+        """Token ids, int64 [N]. positions[n] is the position that row n's token will occupy."""
         return choose(logits_NV, [_rule(params) for params in sampling], positions)
 
     def logprobs(self, logits_NV: Tensor, tokens_N: Tensor, num_top: Sequence[int]) -> list[TokenLogprob]:

@@ -1,0 +1,162 @@
+"""The policy in simulation: a machine with known step costs, text with known acceptance."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from drafter.policy import BlockLengthPolicy
+from kvmanager.ids import RequestId
+
+MAX = 7
+DECODE_S, WIDEST_VERIFY_S, DRAFT_S = 0.048, 0.085, 0.039
+
+
+@dataclass
+class Run:
+    """Seconds per emitted token of the whole batch, and how often each number was chosen."""
+
+    seconds_per_token: float
+    chosen: list[int]
+
+    @property
+    def drafting_share(self) -> float:
+        return 1 - self.chosen[0] / sum(self.chosen)
+
+
+class Machine:
+    """Steps cost what the issue measured on a CPU, plus noise; positions are accepted with fixed hazards."""
+
+    def __init__(self, noise: float = 0.05, seed: int = 1) -> None:
+        self._random = random.Random(seed)
+        self._noise = noise
+        self._requests = 0
+
+    def run(
+        self,
+        policy: BlockLengthPolicy,
+        hazards: list[float],
+        *,
+        requests: int = 20,
+        tokens: int = 250,
+        batch: int = 1,
+    ) -> Run:
+        spent_s, emitted, chosen = 0.0, 0, [0] * (MAX + 1)
+        for _ in range(requests):
+            ids = [RequestId(f"r{self._requests + row}") for row in range(batch)]
+            self._requests += batch
+            left = float(tokens)
+            while left > 0:
+                num_draft = policy.choose(batch, ids)
+                chosen[num_draft] += 1
+                verify_s = self._jitter(DECODE_S + (WIDEST_VERIFY_S - DECODE_S) * num_draft / MAX)
+                draft_s = self._jitter(DRAFT_S) if num_draft else 0.0
+                step_tokens = 0
+                for request in ids:
+                    accepted = self._accepted(hazards, num_draft)
+                    policy.observe_acceptance(request, num_draft, accepted)
+                    step_tokens += accepted + 1
+                policy.observe_cost(batch, num_draft, draft_s, verify_s)
+                spent_s += draft_s + verify_s
+                emitted += step_tokens
+                left -= step_tokens / batch
+            for request in ids:
+                policy.forget(request)
+        return Run(spent_s * batch / emitted, chosen)
+
+    def _accepted(self, hazards: list[float], num_draft: int) -> int:
+        accepted = 0
+        while accepted < num_draft and self._random.random() < hazards[accepted]:
+            accepted += 1
+        return accepted
+
+    def _jitter(self, seconds: float) -> float:
+        return seconds * max(self._random.gauss(1.0, self._noise), 0.7)
+
+
+def ideal_s(hazards: list[float], num_draft: int) -> float:
+    """Seconds per token of a fixed number of drafts, exactly."""
+    survival, tokens = 1.0, 1.0
+    for hazard in hazards[:num_draft]:
+        survival *= hazard
+        tokens += survival
+    step_s = DECODE_S + (WIDEST_VERIFY_S - DECODE_S) * num_draft / MAX + (DRAFT_S if num_draft else 0.0)
+    return step_s / tokens
+
+
+TEXTS = {
+    "hopeless": [0.1] * 7,
+    "poor": [0.35] * 7,
+    "first token only": [0.8] + [0.1] * 6,
+    "near break-even": [0.5] * 7,
+    "fair": [0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.5],
+    "good": [0.75, 0.7, 0.68, 0.65, 0.65, 0.6, 0.6],
+    "excellent": [0.88] * 7,
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize(("batch", "noise"), [(1, 0.05), (8, 0.15)])
+def test_it_comes_near_the_best_fixed_number_and_never_falls_behind_target_only(
+    text: str, batch: int, noise: float
+) -> None:
+    hazards = TEXTS[text]
+    run = Machine(noise).run(BlockLengthPolicy(MAX, "adaptive"), hazards, batch=batch)
+    best_s = min(ideal_s(hazards, num_draft) for num_draft in range(MAX + 1))
+    assert ideal_s(hazards, 0) / run.seconds_per_token >= 0.97
+    assert best_s / run.seconds_per_token >= 0.94
+
+
+def test_hopeless_text_is_decoded_plainly_and_excellent_text_in_full_blocks() -> None:
+    hopeless = Machine().run(BlockLengthPolicy(MAX, "adaptive"), TEXTS["hopeless"])
+    assert hopeless.drafting_share < 0.05
+    excellent = Machine().run(BlockLengthPolicy(MAX, "adaptive"), TEXTS["excellent"])
+    assert excellent.chosen[MAX] / sum(excellent.chosen) > 0.9
+
+
+def test_a_number_between_is_found_where_it_is_best() -> None:
+    hazards = [0.95, 0.95, 0.95, 0.1, 0.1, 0.1, 0.1]
+    run = Machine().run(BlockLengthPolicy(MAX, "adaptive"), hazards)
+    assert run.chosen.index(max(run.chosen)) in (3, 4)
+
+
+def test_it_follows_when_the_text_changes_and_back() -> None:
+    policy, machine = BlockLengthPolicy(MAX, "adaptive"), Machine()
+    machine.run(policy, TEXTS["hopeless"])
+    into_good = machine.run(policy, TEXTS["excellent"], requests=6)
+    assert ideal_s(TEXTS["excellent"], 0) / into_good.seconds_per_token > 1.6
+    into_bad = machine.run(policy, TEXTS["hopeless"], requests=6)
+    assert ideal_s(TEXTS["hopeless"], 0) / into_bad.seconds_per_token > 0.93
+
+
+def test_costs_learnt_at_one_batch_size_serve_another() -> None:
+    policy, machine = BlockLengthPolicy(MAX, "adaptive"), Machine()
+    machine.run(policy, TEXTS["excellent"], batch=8)
+    other = machine.run(policy, TEXTS["excellent"], requests=1, tokens=40, batch=5)
+    assert other.chosen[0] <= 1
+
+
+def test_full_and_fixed_modes_do_not_look_at_anything() -> None:
+    requests = [RequestId("a")]
+    for mode, expected in (("full", MAX), (3, 3), (0, 0), (50, MAX)):
+        policy = BlockLengthPolicy(MAX, mode)
+        policy.observe_acceptance(requests[0], expected, 0)
+        policy.observe_cost(1, expected, 10.0, 10.0)
+        assert policy.choose(1, requests) == expected
+
+
+def test_without_a_drafter_nothing_is_drafted_in_any_mode() -> None:
+    for mode in ("full", "adaptive", 4):
+        policy = BlockLengthPolicy(0, mode)
+        policy.observe_acceptance(RequestId("a"), 0, 0)
+        policy.observe_cost(1, 0, 0.0, 0.05)
+        assert policy.choose(1, [RequestId("a")]) == 0
+
+
+def test_negative_numbers_are_refused() -> None:
+    with pytest.raises(ValueError, match="negative"):
+        BlockLengthPolicy(-1)
+    with pytest.raises(ValueError, match="negative"):
+        BlockLengthPolicy(7, -2)
