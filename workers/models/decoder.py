@@ -21,33 +21,33 @@ from torch import Tensor
 
 from drafter.attention import AttentionPlan, PagedAttention
 from drafter.layers import RotaryTable, Rotation, rms_norm, rotate, swiglu
+from drafter.linear import Linear
 from workers.models.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One decoder layer. Weights are [out, in]; fused ones are stacked along `out`."""
+    """One decoder layer. Fused projections are stacked along their output."""
 
     input_norm: Tensor
-    qkv: Tensor  # [(heads + 2·kv_heads)·D, H]
-    qkv_bias: Tensor | None
+    qkv: Linear  # H to (heads + 2·kv_heads)·D
     q_norm: Tensor | None  # [D]
     k_norm: Tensor | None
-    output: Tensor  # [H, heads·D]
-    output_bias: Tensor | None
+    output: Linear  # heads·D to H
     post_attention_norm: Tensor
-    gate_up: Tensor  # [2·I, H]
-    gate_up_bias: Tensor | None
-    down: Tensor  # [H, I]
-    down_bias: Tensor | None
+    gate_up: Linear  # H to 2·I
+    down: Linear  # I to H
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderWeights:
+    """A whole target. `tied`: the head's weight is the embedding's."""
+
     embed: Tensor  # [V, H]
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
-    lm_head: Tensor  # [V, H]; the same tensor as `embed` when tied
+    lm_head: Linear  # H to V
+    tied: bool
 
 
 class DecoderOutput(NamedTuple):
@@ -64,10 +64,16 @@ class Decoder:
         self.config = config
         self.fingerprint = fingerprint
         self.embed_weight = weights.embed
-        self.lm_head_weight = weights.lm_head
+        self.lm_head = weights.lm_head
+        self._tied = weights.tied
         self._layers = weights.layers
         self._final_norm = weights.final_norm
         self._rotary = RotaryTable(config.rope, config.head_dim, weights.embed.dtype, weights.embed.device)
+
+    @property
+    def lm_head_weight(self) -> Tensor:
+        """The head's weight, [V, H]. When it is not the embedding itself this may copy; prefer `lm_head`."""
+        return self.embed_weight if self._tied else self.lm_head.dense_weight()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -101,10 +107,8 @@ class Decoder:
         for index, layer in enumerate(self._layers):
             mixed = self._attention(index, rms_norm(hidden, layer.input_norm, eps), rotation, attention, plan)
             hidden = hidden + mixed
-            gate_up = F.linear(
-                rms_norm(hidden, layer.post_attention_norm, eps), layer.gate_up, layer.gate_up_bias
-            )
-            hidden = hidden + F.linear(swiglu(gate_up), layer.down, layer.down_bias)
+            gate_up = layer.gate_up(rms_norm(hidden, layer.post_attention_norm, eps))
+            hidden = hidden + layer.down(swiglu(gate_up))
             if index in tap_layer_ids:
                 tapped[index] = hidden
         taps = torch.cat([tapped[tap] for tap in tap_layer_ids], dim=-1) if tap_layer_ids else None
@@ -112,14 +116,14 @@ class Decoder:
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """Scores over the vocabulary, [N, V], of rows of `DecoderOutput.hidden_TH`."""
-        return F.linear(hidden_NH, self.lm_head_weight)
+        return self.lm_head(hidden_NH)
 
     def _attention(
         self, index: int, x_TH: Tensor, rotation: Rotation, attention: PagedAttention, plan: AttentionPlan
     ) -> Tensor:
         config, layer = self.config, self._layers[index]
         q_heads, kv_heads = config.num_heads, config.num_kv_heads
-        fused = F.linear(x_TH, layer.qkv, layer.qkv_bias).view(-1, q_heads + 2 * kv_heads, config.head_dim)
+        fused = layer.qkv(x_TH).view(-1, q_heads + 2 * kv_heads, config.head_dim)
         v_THD = fused[:, q_heads + kv_heads :]
         if layer.q_norm is not None and layer.k_norm is not None:
             q_THD = rotate(rms_norm(fused[:, :q_heads], layer.q_norm, config.rms_norm_eps), rotation)
@@ -131,4 +135,4 @@ class Decoder:
             q_THD, k_THD = q_and_k[:, :q_heads], q_and_k[:, q_heads:]
         attention.write(index, k_THD, v_THD, plan)
         attended = attention.attend(index, q_THD, plan)
-        return F.linear(attended.reshape(x_TH.shape[0], -1), layer.output, layer.output_bias)
+        return layer.output(attended.reshape(x_TH.shape[0], -1))

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from drafter.linear import Linear
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder, DecoderWeights, LayerWeights
 from workers.models.errors import CheckpointError
@@ -20,9 +21,6 @@ from workers.models.huggingface import HuggingFaceSource
 from workers.models.source import TensorSource, check_tensors
 
 _THREADS = 2  # expanding quantized weights spends half its time outside the interpreter lock
-
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 
 
 def load_decoder(path: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
@@ -49,7 +47,7 @@ def _open(path: Path) -> TensorSource:
 
 
 class _Assembly:
-    """Allocates the model's tensors and fills them, each fused tensor from its parts."""
+    """Reads a source's tensors into the places the model wants them in, fused where it wants them fused."""
 
     def __init__(
         self,
@@ -62,49 +60,52 @@ class _Assembly:
         self._shapes = shapes
         self._dtype = dtype
         self._device = device
-        self._fills: list[tuple[Tensor, str]] = []
 
     def weights(self) -> DecoderWeights:
         config = self._source.config
-        embed = self._tensor("embed_tokens.weight")
-        weights = DecoderWeights(
-            embed=embed,
-            layers=tuple(self._layer(f"layers.{index}.") for index in range(config.num_layers)),
-            final_norm=self._tensor("norm.weight"),
-            lm_head=embed if config.tie_word_embeddings else self._tensor("lm_head.weight"),
-        )
         with ThreadPoolExecutor(_THREADS) as pool:
-            for _ in pool.map(lambda fill: fill[0].copy_(self._source.read(fill[1])), self._fills):
-                pass
-        return weights
+            head = pool.submit(self._embed_and_head)  # first, because it is the largest piece
+            layers = tuple(pool.map(self._layer, range(config.num_layers)))
+            embed, lm_head = head.result()
+        return DecoderWeights(
+            embed=embed,
+            layers=layers,
+            final_norm=self._tensor("norm.weight"),
+            lm_head=lm_head,
+            tied=config.tie_word_embeddings,
+        )
 
-    def _layer(self, prefix: str) -> LayerWeights:
-        config = self._source.config
+    def _embed_and_head(self) -> tuple[Tensor, Linear]:
+        embed = self._tensor("embed_tokens.weight")
+        tied = self._source.config.tie_word_embeddings
+        return embed, Linear(embed if tied else self._tensor("lm_head.weight"))
 
-        def fused(parts: tuple[str, ...], kind: str) -> Tensor:
-            return self._tensor(*(f"{prefix}{part}.{kind}" for part in parts))
+    def _layer(self, index: int) -> LayerWeights:
+        config, prefix = self._source.config, f"layers.{index}."
+
+        def linear(*parts: str, bias: bool) -> Linear:
+            names = [prefix + part for part in parts]
+            weight = self._tensor(*(f"{name}.weight" for name in names))
+            return Linear(weight, self._tensor(*(f"{name}.bias" for name in names)) if bias else None)
 
         def norm(name: str) -> Tensor:
             return self._tensor(f"{prefix}{name}.weight")
 
         return LayerWeights(
             input_norm=norm("input_layernorm"),
-            qkv=fused(_QKV, "weight"),
-            qkv_bias=fused(_QKV, "bias") if config.qkv_bias else None,
+            qkv=linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias=config.qkv_bias),
             q_norm=norm("self_attn.q_norm") if config.qk_norm else None,
             k_norm=norm("self_attn.k_norm") if config.qk_norm else None,
-            output=fused(("self_attn.o_proj",), "weight"),
-            output_bias=fused(("self_attn.o_proj",), "bias") if config.output_bias else None,
+            output=linear("self_attn.o_proj", bias=config.output_bias),
             post_attention_norm=norm("post_attention_layernorm"),
-            gate_up=fused(_GATE_UP, "weight"),
-            gate_up_bias=fused(_GATE_UP, "bias") if config.mlp_bias else None,
-            down=fused(("mlp.down_proj",), "weight"),
-            down_bias=fused(("mlp.down_proj",), "bias") if config.mlp_bias else None,
+            gate_up=linear("mlp.gate_proj", "mlp.up_proj", bias=config.mlp_bias),
+            down=linear("mlp.down_proj", bias=config.mlp_bias),
         )
 
     def _tensor(self, *names: str) -> Tensor:
-        """An unfilled tensor of the named ones stacked along their first dimension."""
+        """The named tensors stacked along their first dimension, in the model's dtype on its device."""
         rows = [self._shapes[name][0] for name in names]
         tensor = torch.empty((sum(rows), *self._shapes[names[0]][1:]), dtype=self._dtype, device=self._device)
-        self._fills.extend(zip(torch.split(tensor, rows), names, strict=True))
+        for part, name in zip(torch.split(tensor, rows), names, strict=True):
+            part.copy_(self._source.read(name))
         return tensor
