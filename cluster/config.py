@@ -178,6 +178,11 @@ def ray_token_set() -> bool:
     return bool(os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"))
 
 
+def ray_address() -> str | None:
+    """The running Ray that this process belongs to (a submitted job is told so); None to start one."""
+    return os.environ.get("RAY_ADDRESS") or None
+
+
 def prepare_ray_environment(config: ClusterConfig) -> None:
     """Set what Ray reads from the environment. Must run before ray is imported.
 

@@ -1,0 +1,254 @@
+"""The command line `slipstream`. Commands are thin: they parse, call, and print.
+
+Errors that a user can act on print as one message, with field and limit where there are any, and exit with status 1;
+a wrong command line exits with 2. Heavy imports wait for the command that needs them, so that help is instant.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from cluster.config import ConfigError, load_config, server_address
+
+# Commands of other modules: name → (where it is, what `--help` says of it).
+_LAZY_COMMANDS = {
+    "eval": ("cluster.evaluate:eval_command", "Measure acceptance length and speed in several modes."),
+    "demo": ("cluster.evaluate:demo_command", "Start a split cluster, answer 8 prompts, print the table."),
+}
+
+
+class _Commands(click.Group):
+    """A group that imports some of its commands only when they are called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *_LAZY_COMMANDS})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _LAZY_COMMANDS:
+            return super().get_command(ctx, cmd_name)
+        module, _, name = _LAZY_COMMANDS[cmd_name][0].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        helps = {name: command.get_short_help_str(80) for name, command in self.commands.items()}
+        helps.update({name: text for name, (_, text) in _LAZY_COMMANDS.items()})
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(helps.items()))
+
+
+@click.group(
+    cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+)
+@click.version_option(package_name="slipstream-serve", prog_name="slipstream")
+def cli() -> None:
+    """Split prefill/decode LLM serving that ships the drafter's context with the KV."""
+
+
+def main() -> None:
+    """The console script."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        cli.main(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.exceptions.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(0)
+    except Exception as error:
+        message = readable(error)
+        if message is None:
+            raise
+        Console(stderr=True).print(f"[bold red]error:[/] {_escape(message)}", highlight=False)
+        sys.exit(1)
+
+
+def readable(error: Exception) -> str | None:
+    """What to tell the user of an error of ours; None for one that is a bug and deserves its traceback."""
+    from cluster.errors import RequestError
+    from cluster.local import StartFailed
+    from cluster.membership import NotReady
+    from workers.errors import WorkerRefused
+    from workers.models.errors import CheckpointError
+    from workers.pairs import PairError
+
+    match error:
+        case RequestError(code="UNAVAILABLE", field=""):
+            return f"{error.message} (UNAVAILABLE)"
+        case RequestError() | WorkerRefused():
+            named = [f"field {error.field}"] if error.field else []
+            named += [f"limit {error.limit}"] if error.limit else []
+            named += [f"try again in {error.retry_after_s:g} s"] if error.retry_after_s is not None else []
+            return f"{error.message} ({', '.join([error.code, *named])})"
+        case ConfigError() | StartFailed() | NotReady() | PairError() | CheckpointError() | OSError():
+            return str(error)
+        case _:
+            return None
+
+
+def _escape(text: str) -> str:
+    return text.replace("[", "\\[")
+
+
+@cli.command()
+@click.option(
+    "--config", "config_path", type=click.Path(path_type=Path), help="TOML file; options override it."
+)
+@click.option("--pair", help="Built-in pair (smollm2, tiny) or TARGET[:DRAFTER] paths.")
+@click.option(
+    "--mode", type=click.Choice(["split", "aggregated"]), help="One worker per role, or one for both."
+)
+@click.option("--listen", help="HOST:PORT of the gRPC door; port 0 takes a free one.")
+@click.option("--dtype", type=click.Choice(["float32", "float64", "bfloat16", "float16"]))
+@click.option("--max-batch", type=int, help="Requests that a worker runs at once.")
+@click.option("--max-seq-len", type=int, help="Prompt and output together, in tokens.")
+@click.option("--chunk-tokens", type=int, help="Prompt tokens per prefill step.")
+@click.option("--kv-pages", "num_kv_pages", type=int, help="Pages in each worker's target pool.")
+@click.option("--memory-fraction", type=float, help="Share of free memory for both pools.")
+@click.option("--drafting/--no-drafting", default=None, help="Load the pair's drafter.")
+@click.option("--draft-tokens", help="Tokens proposed per step: full, adaptive, or a number.")
+@click.option("--threads", "num_threads", type=int, help="Threads of each worker.")
+@click.option("--context-workers", type=int)
+@click.option("--generation-workers", type=int)
+@click.option("--host-factory", hidden=True)
+def serve(config_path: Path | None, host_factory: str | None, **options: Any) -> None:
+    """Start a cluster on this machine and serve until Ctrl-C."""
+    from cluster.actors import DEFAULT_HOST
+    from cluster.progress import StartDisplay
+    from cluster.serve import serve as run
+
+    draft_tokens = options.get("draft_tokens")
+    if draft_tokens is not None and draft_tokens.isdigit():
+        options["draft_tokens"] = int(draft_tokens)
+    config = load_config(config_path, options)
+    display = StartDisplay(Console())
+    with display:
+        asyncio.run(
+            run(
+                config,
+                display.report,
+                lambda address, seconds: display.ready(address, seconds, config),
+                host_factory or DEFAULT_HOST,
+            )
+        )
+
+
+@cli.command()
+@click.argument("prompt")
+@click.option("--server", default=server_address, help="HOST:PORT of a running `slipstream serve`.")
+@click.option(
+    "--chat/--raw", default=True, help="Use the model's chat template, or complete the text as it is."
+)
+@click.option("--max-tokens", type=int, help="Default: as many as fit.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-k", type=int, default=0)
+@click.option("--top-p", type=float, default=1.0)
+@click.option("--seed", type=int)
+@click.option("--stop", multiple=True, help="Stop string; may be given several times.")
+@click.option("--ignore-eos", is_flag=True)
+@click.option("--draft-tokens", type=int, help="Tokens proposed per step; 0 turns drafting off.")
+@click.option("--model", default="")
+@click.option("--timeout", "timeout_s", type=float, help="Seconds until the request is given up.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of streaming."
+)
+def generate(
+    prompt: str, server: str, chat: bool, as_json: bool, timeout_s: float | None, **options: Any
+) -> None:
+    """Send PROMPT (- reads standard input) and stream the answer; figures go to standard error."""
+    from cluster.answers import AnswerEnd, ChatPrompt, TextPrompt
+    from cluster.client import Client
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    asked = ChatPrompt((("user", text),)) if chat and text else TextPrompt(text)
+    shown = ""
+    with Client(server) as client:
+        for event in client.generate(asked, timeout_s=timeout_s, **options):
+            shown += event.text
+            if not as_json:
+                click.echo(event.text, nl=False)
+                sys.stdout.flush()
+    if not isinstance(event, AnswerEnd):
+        raise click.ClickException("the server ended the stream without its last message")
+    usage, stats = event.usage, event.usage.stats
+    if as_json:
+        figures = {
+            "text": shown,
+            "finish_reason": event.reason,
+            "stop": event.stop,
+            "prompt_tokens": usage.prompt_tokens,
+            "output_tokens": usage.output_tokens,
+            "acceptance_length": usage.acceptance_length,
+            "decode_steps": stats.decode_steps if stats is not None else 0,
+            "ttft_s": usage.time_to_first_token_s,
+            "total_s": usage.total_time_s,
+        }
+        click.echo(json.dumps(figures, ensure_ascii=False))
+        return
+    click.echo()
+    speed = usage.output_tokens / usage.total_time_s if usage.total_time_s else 0.0
+    click.secho(
+        f"{usage.prompt_tokens} prompt + {usage.output_tokens} output tokens, {event.reason}; "
+        f"acceptance length {usage.acceptance_length:.2f}; "
+        f"first token after {usage.time_to_first_token_s * 1000:.0f} ms, {speed:.1f} tokens/s",
+        err=True,
+        dim=True,
+    )
+
+
+@cli.command()
+@click.option("--server", default=server_address, help="HOST:PORT of a running `slipstream serve`.")
+@click.option("--json", "as_json", is_flag=True)
+def status(server: str, as_json: bool) -> None:
+    """Show a running cluster: workers, slots, pages, transfers, acceptance length."""
+    from google.protobuf.json_format import MessageToJson
+
+    from cluster.client import Client
+    from cluster.display import status_table
+
+    with Client(server) as client:
+        state = client.cluster_state()
+    if as_json:
+        click.echo(
+            MessageToJson(
+                state,
+                preserving_proto_field_name=True,
+                always_print_fields_with_no_presence=True,
+                indent=None,
+            )
+        )
+        return
+    Console().print(status_table(state))
+
+
+@cli.command()
+@click.option("--pair", default="smollm2", show_default=True, help="The pair whose files are looked for.")
+@click.option(
+    "--floor", "floor_gigabytes_per_s", type=float, default=0.1, show_default=True, help="Least GB/s."
+)
+@click.option("--json", "as_json", is_flag=True)
+def doctor(pair: str, floor_gigabytes_per_s: float, as_json: bool) -> None:
+    """Check this machine: each finding with what to do. Exits with 1 when something will not work."""
+    from cluster.display import findings_table
+    from cluster.doctor import examine
+
+    console = Console(stderr=as_json)
+    with console.status("looking at this machine"):
+        findings = examine(pair, floor_gigabytes_per_s)
+    if as_json:
+        click.echo(json.dumps([finding.as_json() for finding in findings]))
+    else:
+        console.print(findings_table(findings))
+    if any(finding.level == "fail" for finding in findings):
+        sys.exit(1)

@@ -1,0 +1,71 @@
+"""Tables for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from cluster.doctor import Finding
+from cluster.rpc.v1 import admin_pb2
+
+_MARKS = {"ok": "[green]✓[/]", "warn": "[yellow]![/]", "fail": "[bold red]✗[/]"}
+_STATES = {
+    admin_pb2.WORKER_STATE_JOINING: "[yellow]joining[/]",
+    admin_pb2.WORKER_STATE_READY: "[green]ready[/]",
+    admin_pb2.WORKER_STATE_SUSPECT: "[red]suspect[/]",
+}
+
+
+def status_table(state: admin_pb2.GetClusterStateResponse) -> Group:
+    """One line of the gateway, one row per worker."""
+    head = Text.from_markup(
+        f"[bold]{state.model or 'no model yet'}[/], {state.mode}; up {state.uptime_s:.0f} s; "
+        f"{state.live_requests} of {state.max_live_requests} live, {state.finished_requests} finished, "
+        f"{state.failed_requests} failed"
+    )
+    table = Table()
+    for name in ("worker", "state", "running", "waiting", "slots t/d", "target pages", "draft pages"):
+        table.add_column(name)
+    for name in ("AL", "prompt tokens", "KV shipped t/d", "transfers ok/failed"):
+        table.add_column(name, justify="right")
+    for worker in state.workers:
+        table.add_row(
+            worker.name,
+            _STATES.get(worker.state, "?"),
+            str(worker.running),
+            str(worker.waiting),
+            f"{worker.slots_in_use}/{worker.draft_slots_in_use}",
+            f"{worker.target_pages_in_use} of {worker.target_pages}",
+            f"{worker.draft_pages_in_use} of {worker.draft_pages}",
+            f"{worker.acceptance_length:.2f}" if worker.decode_steps else "–",
+            str(worker.prompt_tokens_computed),
+            f"{_size(worker.kv_bytes_target)} / {_size(worker.kv_bytes_draft)}",
+            f"{worker.transfers_done}/{worker.transfers_failed}",
+        )
+    return Group(head, table)
+
+
+def findings_table(findings: Sequence[Finding]) -> Table:
+    """One row per finding, with what to do below those that need it."""
+    table = Table(show_header=False, box=None, padding=(0, 1))
+    table.add_column()
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for finding in findings:
+        detail = Text(finding.detail)
+        if finding.remedy:
+            detail.append(f"\n→ {finding.remedy}", style="italic")
+        table.add_row(Text.from_markup(_MARKS[finding.level]), finding.name, detail)
+    return table
+
+
+def _size(num_bytes: int) -> str:
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError("unreachable")

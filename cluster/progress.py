@@ -1,0 +1,68 @@
+"""What `slipstream serve` shows while it starts: one live line per process on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from cluster.config import ClusterConfig
+
+
+class StartDisplay:
+    """A context manager; `report` and `ready` are called from the event loop."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._started_s = time.monotonic()
+        self._progress: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+        if console.is_terminal:
+            self._progress = Progress(
+                SpinnerColumn(finished_text="[green]✓"),
+                TextColumn("{task.fields[name]:<14}"),
+                TextColumn("{task.description}"),
+                TimeElapsedColumn(),
+                console=console,
+                transient=True,
+            )
+
+    def __enter__(self) -> Self:
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def report(self, name: str, stage: str) -> None:
+        """`name` is now doing `stage`."""
+        if self._progress is None:
+            self._console.print(
+                f"{time.monotonic() - self._started_s:6.1f} s  {name:<14} {stage}", highlight=False
+            )
+            return
+        if name not in self._tasks:
+            self._tasks[name] = self._progress.add_task(stage, name=name, total=1)
+        done = stage in ("ready", "serving")
+        self._progress.update(self._tasks[name], description=stage, completed=int(done))
+
+    def ready(self, address: str, seconds: float, config: ClusterConfig) -> None:
+        """The cluster serves."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+        roles = ", ".join(config.worker_roles())
+        self._console.print(
+            f"[bold green]ready[/] on [bold]{address}[/] after {seconds:.1f} s", highlight=False
+        )
+        self._console.print(f"{config.pair}, {config.dtype}, {config.mode}: {roles}", highlight=False)
+        self._console.print(
+            f"try: slipstream generate --server {address} 'Why is the sky blue?'", highlight=False
+        )
