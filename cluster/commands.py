@@ -1,0 +1,133 @@
+"""The commands `slipstream eval` and `slipstream demo`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from cluster.evaluate import Evaluation, EvaluationPlan, evaluate
+from cluster.modes import MODES, EvaluationCluster, parse_modes
+from cluster.prompt_sets import EvalPrompt, builtin_prompts, file_prompts, task_prompts
+from cluster.show import Watch, table
+from workers.config import DraftPolicy
+from workers.errors import InvalidRequest
+
+ALL_MODES = ",".join(mode.name for mode in MODES)
+DEMO_PROMPTS = 8
+DEMO_TOKENS = 32
+
+
+class DraftTokens(click.ParamType[Any]):
+    """`full`, `adaptive`, or a number of draft tokens per step."""
+
+    name = "full|adaptive|N"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> DraftPolicy | int:
+        if value in ("full", "adaptive"):
+            policy: DraftPolicy = value
+            return policy
+        try:
+            return int(value)
+        except ValueError:
+            self.fail(f"{value!r} is neither full, adaptive nor a number", param, ctx)
+
+
+@click.command("eval")
+@click.option("--pair", default="smollm2", show_default=True, help="Built-in pair or TARGET_PATH:DRAFTER_PATH.")
+@click.option("--modes", default=ALL_MODES, show_default=True, help="Comma-separated modes to compare.")
+@click.option("--prompts", default="32", show_default=True, help="How many built-in prompts (evenly from the sets), or a JSONL file.")
+@click.option("--task", type=click.Path(path_type=Path), help="JSONL file of `question`/`answer` lines: adds exact-match accuracy.")
+@click.option("--max-tokens", default=64, show_default=True, type=click.IntRange(min=1))
+@click.option("--dtype", default="float32", show_default=True, type=click.Choice(["float32", "float64", "bfloat16", "float16"]))
+@click.option("--concurrency", default=8, show_default=True, type=click.IntRange(min=1), help="Requests at a time; with 1, decode steps must be identical.")
+@click.option("--draft-tokens", default="full", show_default=True, type=DraftTokens(), help="Draft tokens per step.")
+@click.option("--max-seq-len", default=1024, show_default=True, type=click.IntRange(min=2))
+@click.option("--temperature", default=0.0, show_default=True, type=float)
+@click.option("--seed", default=0, show_default=True, type=int)
+@click.option("--min-al", type=float, help="Fail when the AL of aggregated or split is under this.")
+@click.option("--reference-accuracy", type=float, help="Accuracy in percent that --task is held against; target_only's own if not given.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
+def eval_command(as_json: bool, **options: Any) -> None:
+    """Compare modes on the same prompts: tokens, acceptance length, bytes shipped, leaks."""
+    plan = _plan(**options)
+    progress = Console(stderr=True)
+    with Watch(progress) as watch:
+        evaluation = asyncio.run(evaluate(plan, watch))
+    _finish(evaluation, Console(), as_json)
+
+
+@click.command("demo")
+@click.option("--pair", default="smollm2", show_default=True)
+@click.option("--max-tokens", default=DEMO_TOKENS, show_default=True, type=click.IntRange(min=1))
+@click.option("--concurrency", default=1, show_default=True, type=click.IntRange(min=1))
+def demo_command(pair: str, max_tokens: int, concurrency: int) -> None:
+    """Show what a drafter's context is worth: 8 prompts through all modes of a split cluster."""
+    plan = _plan(pair=pair, modes=ALL_MODES, prompts=str(DEMO_PROMPTS), max_tokens=max_tokens, concurrency=concurrency)
+    console = Console()
+    with Watch(console, list(plan.prompts)) as watch:
+        evaluation = asyncio.run(evaluate(plan, watch))
+    _finish(evaluation, console, as_json=False)
+
+
+def _plan(
+    *,
+    pair: str,
+    modes: str,
+    prompts: str,
+    max_tokens: int,
+    concurrency: int,
+    task: Path | None = None,
+    dtype: Any = "float32",
+    draft_tokens: DraftPolicy | int = "full",
+    max_seq_len: int = 1024,
+    temperature: float = 0.0,
+    seed: int = 0,
+    min_al: float | None = None,
+    reference_accuracy: float | None = None,
+) -> EvaluationPlan:
+    return EvaluationPlan(
+        cluster=EvaluationCluster(
+            pair=pair,
+            dtype=dtype,
+            draft_tokens=draft_tokens,
+            concurrency=concurrency,
+            max_seq_len=max_seq_len,
+        ),
+        modes=parse_modes(modes),
+        prompts=task_prompts(task) if task is not None else _prompts(prompts),
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        min_al=min_al,
+        reference_accuracy=reference_accuracy,
+    )
+
+
+def _prompts(source: str) -> list[EvalPrompt]:
+    if source.isdecimal():
+        return builtin_prompts(int(source))
+    path = Path(source)
+    if not path.exists():
+        raise InvalidRequest(
+            f"--prompts {source!r} is neither a number nor a file: give how many built-in prompts, or a JSONL file",
+            field="prompts",
+        )
+    return file_prompts(path)
+
+
+def _finish(evaluation: Evaluation, console: Console, as_json: bool) -> None:
+    console.print(table(evaluation))
+    for failure in evaluation.failures:
+        console.print(f"FAILED {failure}", style="bold red", markup=False, highlight=False)
+    if as_json:
+        print(json.dumps(evaluation.json()), flush=True)
+    if evaluation.failures:
+        sys.exit(1)
