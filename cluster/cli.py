@@ -21,8 +21,8 @@ from cluster.config import ConfigError, load_config, server_address
 
 # Commands of other modules: name → (where it is, what `--help` says of it).
 _LAZY_COMMANDS = {
-    "eval": ("cluster.evaluate:eval_command", "Measure acceptance length and speed in several modes."),
-    "demo": ("cluster.evaluate:demo_command", "Start a split cluster, answer 8 prompts, print the table."),
+    "eval": ("cluster.commands:eval_command", "Measure acceptance length and speed in several modes."),
+    "demo": ("cluster.commands:demo_command", "Start a split cluster, answer 8 prompts, print the table."),
 }
 
 

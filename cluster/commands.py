@@ -18,6 +18,9 @@ from cluster.show import Watch, table
 from workers.config import DraftPolicy
 from workers.errors import InvalidRequest
 
+# Narrower than this the comparison's columns break; where the output is no terminal there is no width to respect.
+_TABLE_WIDTH = 118
+
 ALL_MODES = ",".join(mode.name for mode in MODES)
 DEMO_PROMPTS = 8
 DEMO_TOKENS = 32
@@ -41,19 +44,47 @@ class DraftTokens(click.ParamType[Any]):
 
 
 @click.command("eval")
-@click.option("--pair", default="smollm2", show_default=True, help="Built-in pair or TARGET_PATH:DRAFTER_PATH.")
+@click.option(
+    "--pair", default="smollm2", show_default=True, help="Built-in pair or TARGET_PATH:DRAFTER_PATH."
+)
 @click.option("--modes", default=ALL_MODES, show_default=True, help="Comma-separated modes to compare.")
-@click.option("--prompts", default="32", show_default=True, help="How many built-in prompts (evenly from the sets), or a JSONL file.")
-@click.option("--task", type=click.Path(path_type=Path), help="JSONL file of `question`/`answer` lines: adds exact-match accuracy.")
+@click.option(
+    "--prompts",
+    default="32",
+    show_default=True,
+    help="How many built-in prompts (evenly from the sets), or a JSONL file.",
+)
+@click.option(
+    "--task",
+    type=click.Path(path_type=Path),
+    help="JSONL file of `question`/`answer` lines: adds exact-match accuracy.",
+)
 @click.option("--max-tokens", default=64, show_default=True, type=click.IntRange(min=1))
-@click.option("--dtype", default="float32", show_default=True, type=click.Choice(["float32", "float64", "bfloat16", "float16"]))
-@click.option("--concurrency", default=8, show_default=True, type=click.IntRange(min=1), help="Requests at a time; with 1, decode steps must be identical.")
-@click.option("--draft-tokens", default="full", show_default=True, type=DraftTokens(), help="Draft tokens per step.")
+@click.option(
+    "--dtype",
+    default="float32",
+    show_default=True,
+    type=click.Choice(["float32", "float64", "bfloat16", "float16"]),
+)
+@click.option(
+    "--concurrency",
+    default=8,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Requests at a time; with 1, decode steps must be identical.",
+)
+@click.option(
+    "--draft-tokens", default="full", show_default=True, type=DraftTokens(), help="Draft tokens per step."
+)
 @click.option("--max-seq-len", default=1024, show_default=True, type=click.IntRange(min=2))
 @click.option("--temperature", default=0.0, show_default=True, type=float)
 @click.option("--seed", default=0, show_default=True, type=int)
 @click.option("--min-al", type=float, help="Fail when the AL of aggregated or split is under this.")
-@click.option("--reference-accuracy", type=float, help="Accuracy in percent that --task is held against; target_only's own if not given.")
+@click.option(
+    "--reference-accuracy",
+    type=float,
+    help="Accuracy in percent that --task is held against; target_only's own if not given.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
 def eval_command(as_json: bool, **options: Any) -> None:
     """Compare modes on the same prompts: tokens, acceptance length, bytes shipped, leaks."""
@@ -61,7 +92,7 @@ def eval_command(as_json: bool, **options: Any) -> None:
     progress = Console(stderr=True)
     with Watch(progress) as watch:
         evaluation = asyncio.run(evaluate(plan, watch))
-    _finish(evaluation, Console(), as_json)
+    _finish(evaluation, as_json)
 
 
 @click.command("demo")
@@ -70,11 +101,12 @@ def eval_command(as_json: bool, **options: Any) -> None:
 @click.option("--concurrency", default=1, show_default=True, type=click.IntRange(min=1))
 def demo_command(pair: str, max_tokens: int, concurrency: int) -> None:
     """Show what a drafter's context is worth: 8 prompts through all modes of a split cluster."""
-    plan = _plan(pair=pair, modes=ALL_MODES, prompts=str(DEMO_PROMPTS), max_tokens=max_tokens, concurrency=concurrency)
-    console = Console()
-    with Watch(console, list(plan.prompts)) as watch:
+    plan = _plan(
+        pair=pair, modes=ALL_MODES, prompts=str(DEMO_PROMPTS), max_tokens=max_tokens, concurrency=concurrency
+    )
+    with Watch(Console(), list(plan.prompts)) as watch:
         evaluation = asyncio.run(evaluate(plan, watch))
-    _finish(evaluation, console, as_json=False)
+    _finish(evaluation, as_json=False)
 
 
 def _plan(
@@ -123,7 +155,10 @@ def _prompts(source: str) -> list[EvalPrompt]:
     return file_prompts(path)
 
 
-def _finish(evaluation: Evaluation, console: Console, as_json: bool) -> None:
+def _finish(evaluation: Evaluation, as_json: bool) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_TABLE_WIDTH)
     console.print(table(evaluation))
     for failure in evaluation.failures:
         console.print(f"FAILED {failure}", style="bold red", markup=False, highlight=False)

@@ -1,6 +1,6 @@
 """Runs the same prompts through every mode of one cluster and compares what came out.
 
-    start workers ──▶ per mode: inject its fault, ask all prompts through the gRPC door, wait for empty ledgers ──▶ report
+    start workers ──▶ per mode: inject its fault, ask every prompt through the gRPC door, see all ledgers empty ──▶
 
 Two gateways stand in front of the workers, one for the split pair and one for the aggregated worker, so that a mode
 is a choice of door and nothing in the serving path knows that it is being evaluated.
@@ -18,8 +18,8 @@ import msgspec
 
 from cluster.client import AsyncClient
 from cluster.config import ClusterConfig
-from cluster.gateway import Gateway
 from cluster.gates import GateSettings, failures
+from cluster.gateway import Gateway
 from cluster.link import WorkerAddress
 from cluster.local import LocalCluster
 from cluster.measure import AskSettings, ask_all
@@ -99,11 +99,13 @@ async def evaluate(plan: EvaluationPlan, progress: Progress) -> Evaluation:
     await asyncio.sleep(0)  # its thread starts before Ray blocks this one
     reports: dict[str, ModeReport] = {}
     try:
-        async with LocalCluster(config, report=progress.starting) as cluster:
-            async with _doors(config, cluster, await loading) as doors:
-                for mode in plan.modes:
-                    progress.mode(mode, len(plan.prompts))
-                    reports[mode.name] = await _run_mode(plan, mode, cluster, doors[mode.split], progress)
+        async with (
+            LocalCluster(config, report=progress.starting) as cluster,
+            _doors(config, cluster, await loading) as doors,
+        ):
+            for mode in plan.modes:
+                progress.mode(mode, len(plan.prompts))
+                reports[mode.name] = await _run_mode(plan, mode, cluster, doors[mode.split], progress)
     finally:
         loading.cancel()
         await asyncio.gather(loading, return_exceptions=True)
@@ -124,7 +126,10 @@ async def _doors(
     """A gRPC door per kind of mode, keyed by whether it is split."""
     aggregated = [worker for worker in cluster.workers if worker.role == "aggregated"]
     split = [worker for worker in cluster.workers if worker.role != "aggregated"]
-    async with _door(config, "split", split, tokenizer) as one, _door(config, "aggregated", aggregated, tokenizer) as two:
+    async with (
+        _door(config, "split", split, tokenizer) as one,
+        _door(config, "aggregated", aggregated, tokenizer) as two,
+    ):
         yield {split: door for split, door in ((True, one), (False, two)) if door is not None}
 
 
@@ -135,7 +140,10 @@ async def _door(
     if not workers:
         yield None
         return
-    counts = {f"{role}_workers": sum(w.role == role for w in workers) for role in ("context", "generation", "aggregated")}
+    counts = {
+        f"{role}_workers": sum(w.role == role for w in workers)
+        for role in ("context", "generation", "aggregated")
+    }
     own = msgspec.structs.replace(config, mode=route, **counts)
     async with running_gateway(own, workers, tokenizer) as gateway:
         door = Door(gateway)

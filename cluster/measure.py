@@ -56,8 +56,11 @@ async def ask_all(
         return answer
 
     started_s = time.perf_counter()
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(ask_one(index, prompt)) for index, prompt in enumerate(prompts)]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(ask_one(index, prompt)) for index, prompt in enumerate(prompts)]
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None  # the first failure; the others were cancelled for it
     return Measured([task.result() for task in tasks], time.perf_counter() - started_s)
 
 

@@ -55,7 +55,9 @@ def parse_modes(names: str) -> list[Mode]:
         mode = known.get(name.strip())  # type: ignore[call-overload]
         if mode is None:
             raise InvalidRequest(
-                f"unknown mode {name.strip()!r}: the modes are {', '.join(known)}", field="modes", limit=",".join(known)
+                f"unknown mode {name.strip()!r}: the modes are {', '.join(known)}",
+                field="modes",
+                limit=",".join(known),
             )
         chosen.append(mode)
     return chosen

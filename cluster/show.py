@@ -24,7 +24,11 @@ class Watch:
 
     def __init__(self, console: Console, prompts: list[EvalPrompt] | None = None) -> None:
         self._bars = ProgressBars(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
         )
         self._start = self._bars.add_task("starting", total=None)
         self._task = self._start
@@ -66,7 +70,9 @@ class Watch:
             if answer:
                 asked = " ".join(prompt.text.split())
                 shown = " ".join(answer.split())
-                answers.append(Text(f"> {asked[:_SHOWN_CHARACTERS]}", style="bold", overflow="ellipsis", no_wrap=True))
+                answers.append(
+                    Text(f"> {asked[:_SHOWN_CHARACTERS]}", style="bold", overflow="ellipsis", no_wrap=True)
+                )
                 answers.append(Text(f"  {shown[:_SHOWN_CHARACTERS]}", overflow="ellipsis", no_wrap=True))
         return Group(*answers, self._bars)
 
@@ -77,20 +83,19 @@ def table(evaluation: Evaluation) -> Table:
     shown = Table(
         title=f"{plan.cluster.pair}: {len(plan.prompts)} prompts, up to {plan.max_tokens} tokens, {plan.cluster.dtype}"
     )
-    shown.add_column("mode")
+    shown.add_column("mode", min_width=24)
     for heading in (
         "AL",
-        "AL first 8 steps",
+        "AL, first 8 steps",
         "decode steps",
         "output tokens",
         "prompt tokens computed on generation",
         "KV shipped: target / draft",
         "tokens/s",
     ):
-        shown.add_column(heading, justify="right")
-    titles = {mode.name: mode for mode in MODES}
+        shown.add_column(heading, justify="right", max_width=16)
     for name, report in evaluation.reports.items():
-        mode = next(m for key, m in titles.items() if key == name)
+        mode = next(mode for mode in MODES if mode.name == name)
         shipped = f"{_size(report.kv_bytes_target)} / {_size(report.kv_bytes_draft)}" if mode.split else "–"
         shown.add_row(
             mode.title,

@@ -31,7 +31,9 @@ class AggregatedEngine:
     awaits_transfer = False
     num_transfers = 0
 
-    def __init__(self, *, runner: ModelRunner, decode: DecodeLoop, ledger: KvLedger, limits: EngineLimits) -> None:
+    def __init__(
+        self, *, runner: ModelRunner, decode: DecodeLoop, ledger: KvLedger, limits: EngineLimits
+    ) -> None:
         self.ledger = ledger
         self.decode = decode
         self.counters = EngineCounters()
@@ -49,8 +51,12 @@ class AggregatedEngine:
         num_prompt_tokens = len(request.prompt_token_ids)
         check_lengths(num_prompt_tokens, request.sampling.max_tokens, self._limits.max_seq_len, self.ledger)
         if len(self._waiting) >= self._limits.max_waiting:
-            raise Overloaded(f"{len(self._waiting)} requests are waiting already (max_waiting)", retry_after_s=1.0)
-        self._waiting.append(self._limits.sequence(request.request_id, request.prompt_token_ids, request.sampling))
+            raise Overloaded(
+                f"{len(self._waiting)} requests are waiting already (max_waiting)", retry_after_s=1.0
+            )
+        self._waiting.append(
+            self._limits.sequence(request.request_id, request.prompt_token_ids, request.sampling)
+        )
 
     def step(self, now_s: float) -> list[EngineEvent]:
         self._admit()
@@ -86,7 +92,8 @@ class AggregatedEngine:
         for sequence in failed:
             self.ledger.free(sequence.request_id)
         return [
-            Emitted(RequestOutput(request_id=s.request_id, finish_reason="error", error=reason)) for s in failed
+            Emitted(RequestOutput(request_id=s.request_id, finish_reason="error", error=reason))
+            for s in failed
         ]
 
     def inject(self, fault: Fault) -> None:
@@ -115,7 +122,9 @@ class AggregatedEngine:
         while self._waiting:
             sequence = self._waiting[0]
             try:
-                self.ledger.reserve(sequence.request_id, sequence.num_prompt_tokens + sequence.sampling.max_tokens)
+                self.ledger.reserve(
+                    sequence.request_id, sequence.num_prompt_tokens + sequence.sampling.max_tokens
+                )
             except (PoolExhausted, SlotsExhausted):
                 return
             self._prefilling.append(self._waiting.popleft())

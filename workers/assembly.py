@@ -114,9 +114,13 @@ def load_models(config: WorkerConfig) -> Models:
 def build(config: WorkerConfig, models: Models, make_port: MakePort | None = None) -> Assembly:
     """Everything but loading: the same models may serve several assemblies in one process."""
     decoder, drafter = models.decoder, models.drafter
-    target_geometry = _geometry(config, decoder.config.num_layers, decoder.config.num_kv_heads, decoder.config.head_dim)
+    target_geometry = _geometry(
+        config, decoder.config.num_layers, decoder.config.num_kv_heads, decoder.config.head_dim
+    )
     draft_geometry = (
-        _geometry(config, drafter.num_layers, drafter.num_kv_heads, drafter.head_dim) if drafter is not None else None
+        _geometry(config, drafter.num_layers, drafter.num_kv_heads, drafter.head_dim)
+        if drafter is not None
+        else None
     )
     max_seq_len = _max_seq_len(config, decoder)
     # A context worker never decodes: nothing lies beyond its prompts.
@@ -169,7 +173,9 @@ def build(config: WorkerConfig, models: Models, make_port: MakePort | None = Non
         pools = Pools(_region(target_storage), _region(draft_storage) if draft_storage is not None else None)
         port = (make_port or _nixl_port)(epoch, config.role, _fingerprint(config, models, ledger), pools)
         if config.role == "context":
-            engine = ContextEngine(runner=runner, decode=decode, ledger=ledger, limits=engine_limits, port=port)
+            engine = ContextEngine(
+                runner=runner, decode=decode, ledger=ledger, limits=engine_limits, port=port
+            )
         else:
             engine = GenerationEngine(
                 runner=runner,
@@ -214,7 +220,9 @@ def _max_seq_len(config: WorkerConfig, decoder: Decoder) -> int:
     known = decoder.config.max_position_embeddings
     if config.max_seq_len > known:
         raise ModelMismatch(
-            f"max_seq_len is {config.max_seq_len}, the model knows {known} positions", field="max_seq_len", limit=known
+            f"max_seq_len is {config.max_seq_len}, the model knows {known} positions",
+            field="max_seq_len",
+            limit=known,
         )
     return config.max_seq_len
 

@@ -20,7 +20,14 @@ from transceiver.port import Broke, Delivered, Landed, Pages, SendSpec, Transfer
 from workers.admission import check_pool, check_prompt, check_sampling
 from workers.decode import DecodeLoop
 from workers.engine import ContextDone, EngineCounters, EngineEvent, Refused
-from workers.errors import AdmissionTimeout, InvalidRequest, Overloaded, RequestCancelled, TransferBroke, WorkerRefused
+from workers.errors import (
+    AdmissionTimeout,
+    InvalidRequest,
+    Overloaded,
+    RequestCancelled,
+    TransferBroke,
+    WorkerRefused,
+)
 from workers.faults import Fault
 from workers.handoff import to_handoff
 from workers.limits import EngineLimits

@@ -10,7 +10,8 @@ shared noise makes equality likely when sampling too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Items
+from collections.abc import Callable
+from collections.abc import Sequence as Items
 
 import torch
 from torch import Tensor
@@ -51,7 +52,9 @@ class DecodeLoop:
         token = int(self._sampler.choose(logits_1V, [sequence.sampling], positions)[0])
         if sequence.sampling.logprobs is None:
             return token, None
-        return token, self._sampler.logprobs(logits_1V, torch.tensor([token]), [sequence.sampling.logprobs])[0]
+        return token, self._sampler.logprobs(logits_1V, torch.tensor([token]), [sequence.sampling.logprobs])[
+            0
+        ]
 
     def forget(self, request_id: RequestId) -> None:
         """Drop what the policy remembers of a request that has ended."""

@@ -27,7 +27,9 @@ class EngineLimits:
         """A new sequence whose prompt tokens are known here."""
         return self._sequence(request_id, len(prompt), sampling, prompt)
 
-    def remote_sequence(self, request_id: RequestId, num_prompt_tokens: int, sampling: SamplingParams) -> Sequence:
+    def remote_sequence(
+        self, request_id: RequestId, num_prompt_tokens: int, sampling: SamplingParams
+    ) -> Sequence:
         """A new sequence whose prompt is computed elsewhere: only its length is known here."""
         return self._sequence(request_id, num_prompt_tokens, sampling, ())
 

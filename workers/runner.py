@@ -84,7 +84,11 @@ class ModelRunner:
         anchors_B1 = self._tokens([s.last_token for s in sequences]).unsqueeze(1)
         tokens_T = torch.cat([anchors_B1, drafts_BK], dim=1).flatten()
         hidden_TH = self._forward(
-            sequences, tokens_T, self._spans(starts, width), [width] * len(sequences), [s + width for s in starts]
+            sequences,
+            tokens_T,
+            self._spans(starts, width),
+            [width] * len(sequences),
+            [s + width for s in starts],
         )
         return self._decoder.logits(hidden_TH).view(len(sequences), width, -1)
 
@@ -100,7 +104,9 @@ class ModelRunner:
         drafting = sequences[0].drafting
         drafter, attention = self._drafter, self._draft_attention
         taps = drafter.tap_layer_ids if drafter is not None and drafting else ()
-        rows = self._rows(self._ledger.target.page_table, [self._ledger.slot(s.request_id) for s in sequences])
+        rows = self._rows(
+            self._ledger.target.page_table, [self._ledger.slot(s.request_id) for s in sequences]
+        )
         plan = self._target_attention.plan(rows, q_lens, kv_lens, causal=True)
         output = self._decoder.forward(tokens_T, positions_T, self._target_attention, plan, taps)
         if output.taps_TX is not None and drafter is not None and attention is not None:

@@ -1,8 +1,8 @@
 """One live request inside a worker: what was asked, what came out, what it cost.
 
-    prompt p0 .. p(n-1) | t0 t1 ... t(m-1)
-    positions 0 .. n-1    n  n+1 .. n+m-1
-                               KV length = n + m - 1: the newest token has no KV yet; the next step writes it.
+prompt p0 .. p(n-1) | t0 t1 ... t(m-1)
+positions 0 .. n-1    n  n+1 .. n+m-1
+                           KV length = n + m - 1: the newest token has no KV yet; the next step writes it.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class Sequence:
         for token in tokens:
             self.output.append(token)
             kept += 1
-            if not self.sampling.ignore_eos and token in self.eos_token_ids:
-                self.finish_reason = "stop"
-            elif token in self.sampling.stop_token_ids:
+            if (
+                not self.sampling.ignore_eos and token in self.eos_token_ids
+            ) or token in self.sampling.stop_token_ids:
                 self.finish_reason = "stop"
             elif len(self.output) >= self.sampling.max_tokens:
                 self.finish_reason = "length"

@@ -50,14 +50,20 @@ class Ours:
         self.engine = engine
         self.draft_tokens = 0 if mode == "target_only" else None
 
-    def run(self, prompts: Sequence[Sequence[int]], max_tokens: int, ignore_eos: bool) -> tuple[int, float, int]:
+    def run(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, ignore_eos: bool
+    ) -> tuple[int, float, int]:
         """Answer all prompts, as many at once as the engine holds: (tokens, seconds, decode steps)."""
-        sampling = SamplingParams(max_tokens=max_tokens, draft_tokens=self.draft_tokens, ignore_eos=ignore_eos)
+        sampling = SamplingParams(
+            max_tokens=max_tokens, draft_tokens=self.draft_tokens, ignore_eos=ignore_eos
+        )
         tokens, steps = 0, self.engine.decode.decode_steps
         started_s = time.perf_counter()
         for index, prompt in enumerate(prompts):
             self.engine.submit(
-                SubmitRequest(request_id=RequestId(str(index)), prompt_token_ids=tuple(prompt), sampling=sampling)
+                SubmitRequest(
+                    request_id=RequestId(str(index)), prompt_token_ids=tuple(prompt), sampling=sampling
+                )
             )
         with torch.inference_mode():
             while not self.engine.idle:
@@ -72,7 +78,10 @@ class Transformers:
 
     def __init__(self, python: str, target: Path, num_threads: int) -> None:
         self._process = subprocess.Popen(
-            [python, str(PEER), str(target), str(num_threads)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [python, str(PEER), str(target), str(num_threads)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         self._ask({"warm_up": True})
 
@@ -97,7 +106,9 @@ class Transformers:
         return answer
 
 
-def drafting_table(models: Models, sets: dict[str, list[list[int]]], options: argparse.Namespace) -> list[dict[str, Any]]:
+def drafting_table(
+    models: Models, sets: dict[str, list[list[int]]], options: argparse.Namespace
+) -> list[dict[str, Any]]:
     """Per prompt set and batch: tokens/s of each mode, and its ratio to target only."""
     rows = []
     for batch in options.batch:
@@ -108,7 +119,9 @@ def drafting_table(models: Models, sets: dict[str, list[list[int]]], options: ar
             groups = [chosen[i : i + batch] for i in range(0, len(chosen), batch)]
             for turn, group in enumerate(groups):
                 for mode in MODES[turn % 3 :] + MODES[: turn % 3]:
-                    for place, figure in enumerate(engines[mode].run(group, options.tokens, ignore_eos=False)):
+                    for place, figure in enumerate(
+                        engines[mode].run(group, options.tokens, ignore_eos=False)
+                    ):
                         totals[mode][place] += figure
             speed = {mode: tokens / seconds for mode, (tokens, seconds, _) in totals.items()}
             row = {
@@ -152,10 +165,14 @@ def peer_table(models: Models, prompts: list[list[int]], options: argparse.Names
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pair", default="smollm2")
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--prompts", type=int, default=6, help="prompts per set at batch 1; four times as many otherwise")
+    parser.add_argument(
+        "--prompts", type=int, default=6, help="prompts per set at batch 1; four times as many otherwise"
+    )
     parser.add_argument("--rounds", type=int, default=4, help="groups of prompts asked of the peer")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--sets", nargs="+", default=list(BUILTIN_SETS), choices=BUILTIN_SETS)
@@ -166,7 +183,9 @@ def main() -> None:
     models = load_models(WorkerConfig(role="aggregated", pair=PairSpec(name=options.pair)))
     tokenizer = Tokenizer.from_path(models.pair.target_path)
     sets = {
-        name: [tokenizer.apply_chat_template([{"role": "user", "content": p.text}]) for p in builtin_set(name)]
+        name: [
+            tokenizer.apply_chat_template([{"role": "user", "content": p.text}]) for p in builtin_set(name)
+        ]
         for name in options.sets
     }
     result: dict[str, Any] = {"threads": options.threads, "tokens": options.tokens}

@@ -1,6 +1,6 @@
 """transformers' `generate`, greedy, behind stdin and stdout: run by a Python that has transformers and gguf.
 
-    python transformers_peer.py TARGET NUM_THREADS
+python transformers_peer.py TARGET NUM_THREADS
 """
 
 from __future__ import annotations

@@ -10,7 +10,14 @@ import msgspec
 import pytest
 
 from cluster.gates import GateSettings, failures
-from cluster.prompt_sets import BUILTIN_SETS, builtin_prompts, builtin_set, file_prompts, final_number, task_prompts
+from cluster.prompt_sets import (
+    BUILTIN_SETS,
+    builtin_prompts,
+    builtin_set,
+    file_prompts,
+    final_number,
+    task_prompts,
+)
 from cluster.report import Answer, ModeReport, accuracy_threshold, summarize, tokens_sha256
 from workers.errors import InvalidRequest
 

@@ -23,9 +23,9 @@ from workers.errors import WorkerRefused
 from workers.generation import GenerationEngine
 from workers.request import (
     PrefillRequest,
+    RequestStats,
     Reservation,
     ReserveRequest,
-    RequestStats,
     Role,
     SamplingParams,
     SubmitRequest,
@@ -34,7 +34,9 @@ from workers.request import (
 TICK_S = 0.01
 
 
-def config(role: Role, *, pages: int | None = None, max_batch: int = 8, chunk: int = 32, **more: object) -> WorkerConfig:
+def config(
+    role: Role, *, pages: int | None = None, max_batch: int = 8, chunk: int = 32, **more: object
+) -> WorkerConfig:
     """A small worker: page size 16, 512 positions."""
     kv: dict[str, KvBudget] = {} if pages is None else {"kv": FixedPages(num_target_pages=pages)}
     return WorkerConfig(
@@ -124,7 +126,9 @@ class SplitPair:
         self.prompts[request_id] = tuple(prompt)
         self.sampling[request_id] = sampling
         self.generation.reserve(
-            ReserveRequest(request_id=request_id, num_prompt_tokens=len(prompt), sampling=sampling, ttl_s=ttl_s),
+            ReserveRequest(
+                request_id=request_id, num_prompt_tokens=len(prompt), sampling=sampling, ttl_s=ttl_s
+            ),
             self.now_s,
         )
         return request_id

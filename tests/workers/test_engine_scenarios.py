@@ -115,7 +115,9 @@ def test_s58_transfers_have_ids_of_their_own(models: Models, prompts: list[list[
     ids = [pair.ask(prompts[0], GREEDY) for _ in range(3)]
     pair.run()
     transfers = {
-        outcome.reservation.transfer_id for outcome in pair.outcomes.values() if outcome.reservation is not None
+        outcome.reservation.transfer_id
+        for outcome in pair.outcomes.values()
+        if outcome.reservation is not None
     }
     assert len(transfers) == 3
     assert transfers.isdisjoint(ids)
@@ -182,9 +184,7 @@ def test_a_long_prompt_stops_before_its_next_chunk_when_cancelled(
     assert pair.context.counters.prompt_tokens_computed == computed < 320
 
 
-def test_chunks_are_pushed_while_later_chunks_are_computed(
-    models: Models, prompts: list[list[int]]
-) -> None:
+def test_chunks_are_pushed_while_later_chunks_are_computed(models: Models, prompts: list[list[int]]) -> None:
     pair = SplitPair(models, context=config("context", chunk=16))
     pair.ask((prompts[0] * 8)[:160], GREEDY)
     written_early = 0
