@@ -1,6 +1,6 @@
 """Runs the same prompts through every mode of one cluster and compares what came out.
 
-    start workers ──▶ per mode: inject its fault, ask every prompt through the gRPC door, see all ledgers empty ──▶
+    workers start ──▶ per mode: inject its fault, ask all prompts, see every ledger empty ──▶ report
 
 Two gateways stand in front of the workers, one for the split pair and one for the aggregated worker, so that a mode
 is a choice of door and nothing in the serving path knows that it is being evaluated.

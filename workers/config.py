@@ -46,8 +46,8 @@ class PairSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One worker. `draft_tokens` is the default policy for requests that name no number themselves.
 
-    `drafting` False loads no drafter. `max_waiting` bounds the queue of requests not admitted yet. `chunk_tokens` bounds
-    the prompt tokens of one prefill step.
+    `drafting` False loads no drafter. `max_waiting` bounds the queue of requests not admitted yet, `chunk_tokens` the
+    prompt tokens of one prefill step.
     """
 
     role: Role
