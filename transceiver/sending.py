@@ -69,6 +69,7 @@ class Sending:
         peer = self._peers.get(spec.peer)
         if peer is None:
             raise UnknownPeer(spec.peer, spec.transfer)
+        plan.require_equal(self._ours.fingerprint.target, peer.hello.fingerprint.target)
         ours, theirs = self._ours.pools, peer.hello.pools
         needed = demand(self._ours.fingerprint, ours, spec.num_tokens)
         plan.require_pages("source target", spec.source.target, needed.target_pages, ours.target.num_pages)

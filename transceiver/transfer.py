@@ -180,8 +180,10 @@ class Sender:
         phase, commands = row
         if phase is self.phase:
             return self, commands
+        if phase not in (SenderPhase.QUIESCING, SenderPhase.CLOSED):
+            return Sender(phase), commands
         decided = self.outcome or (DONE if event is SenderEvent.ACKED else outcome)
-        if decided is None and phase in (SenderPhase.QUIESCING, SenderPhase.CLOSED):
+        if decided is None:
             raise IllegalEvent(self.phase, f"{event} without an outcome")
         return Sender(phase, decided), commands
 
@@ -206,7 +208,9 @@ class Receiver:
         phase, commands = row
         if phase is self.phase:
             return self, commands
+        if phase not in (ReceiverPhase.BREAKING, ReceiverPhase.CLOSED):
+            return Receiver(phase), commands
         decided = self.outcome or (DONE if event is ReceiverEvent.COMPLETED else outcome)
-        if decided is None and phase in (ReceiverPhase.BREAKING, ReceiverPhase.CLOSED):
+        if decided is None:
             raise IllegalEvent(self.phase, f"{event} without an outcome")
         return Receiver(phase, decided), commands

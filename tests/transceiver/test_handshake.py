@@ -1,0 +1,149 @@
+"""Who may exchange KV with whom, and how a refusal reads."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvmanager.layout import KvGeometry
+from tests.transceiver.small_worker import DRAFT, FINGERPRINT, TARGET, SmallWorker, pages
+from transceiver.errors import HandshakeRefused, UnknownPeer, WireError
+from transceiver.loopback import LoopbackHub
+from transceiver.wire import MAGIC, PROTOCOL_VERSION, Fingerprint, decode_hello, encode
+
+replace = msgspec.structs.replace
+
+
+def geometry(base: KvGeometry, **changes: int) -> KvGeometry:
+    fields = {name: getattr(base, name) for name in ("num_layers", "num_kv_heads", "head_dim", "page_size")}
+    return KvGeometry(**{**fields, "element_bytes": base.element_bytes, **changes})
+
+
+NO_DRAFT = Fingerprint(target_model="target-a", target_dtype="bfloat16", target=TARGET)
+
+DIFFERENCES = [
+    (
+        replace(FINGERPRINT, target_model="target-b"),
+        "target model differs: 'target-a' here, 'target-b' at the peer",
+    ),
+    (
+        replace(FINGERPRINT, draft_model="draft-b"),
+        "draft model differs: 'draft-a' here, 'draft-b' at the peer",
+    ),
+    (
+        replace(FINGERPRINT, target_dtype="float32"),
+        "target dtype differs: 'bfloat16' here, 'float32' at the peer",
+    ),
+    (
+        replace(FINGERPRINT, draft_dtype="float32"),
+        "draft dtype differs: 'bfloat16' here, 'float32' at the peer",
+    ),
+    (
+        replace(FINGERPRINT, draft_mode="unified"),
+        "draft mode differs: 'mirrored' here, 'unified' at the peer",
+    ),
+    (
+        replace(FINGERPRINT, target=geometry(TARGET, page_size=8)),
+        "target page size differs: 4 here, 8 at the peer",
+    ),
+    (
+        replace(FINGERPRINT, target=geometry(TARGET, num_kv_heads=3)),
+        "target kv heads differs: 1 here, 3 at the peer",
+    ),
+    (
+        replace(FINGERPRINT, target=geometry(TARGET, head_dim=6)),
+        "target head dim differs: 2 here, 6 at the peer",
+    ),
+    (
+        replace(FINGERPRINT, target=geometry(TARGET, num_layers=5)),
+        "target layers differs: 2 here, 5 at the peer",
+    ),
+    (
+        replace(FINGERPRINT, draft=geometry(DRAFT, num_layers=5)),
+        "draft layers differs: 1 here, 5 at the peer",
+    ),
+    (
+        replace(FINGERPRINT, draft=geometry(DRAFT, num_kv_heads=5)),
+        "draft kv heads differs: 1 here, 5 at the peer",
+    ),
+    (NO_DRAFT, "draft model differs: 'draft-a' here, None at the peer"),
+]
+
+
+@pytest.mark.parametrize(("theirs", "words"), DIFFERENCES)
+def test_a_difference_is_refused_naming_both_values(theirs: Fingerprint, words: str) -> None:
+    hub = LoopbackHub()
+    here, peer = SmallWorker.on(hub, "here"), SmallWorker.on(hub, "peer", fingerprint=theirs)
+    with pytest.raises(HandshakeRefused) as refused:
+        here.endpoint.connect(peer.endpoint.hello())
+    assert words in str(refused.value)
+    with pytest.raises(HandshakeRefused):
+        peer.endpoint.connect(here.endpoint.hello())
+
+
+def test_all_differences_are_named_at_once() -> None:
+    hub = LoopbackHub()
+    other = replace(FINGERPRINT, target_model="target-b", draft_model="draft-b")
+    here, peer = SmallWorker.on(hub, "here"), SmallWorker.on(hub, "peer", fingerprint=other)
+    with pytest.raises(HandshakeRefused) as refused:
+        here.endpoint.connect(peer.endpoint.hello())
+    assert len(refused.value.differences) == 2
+
+
+def test_the_number_of_draft_tokens_and_of_pages_may_differ() -> None:
+    hub = LoopbackHub()
+    here = SmallWorker.on(hub, "here", num_pages=8)
+    peer = SmallWorker.on(hub, "peer", num_pages=99, fingerprint=replace(FINGERPRINT, num_draft_tokens=15))
+    assert here.endpoint.connect(peer.endpoint.hello()) == peer.epoch
+
+
+def test_another_protocol_version_is_refused_before_anything_else_is_read() -> None:
+    here = SmallWorker.on(LoopbackHub(), "here")
+    foreign = MAGIC + (PROTOCOL_VERSION + 1).to_bytes(2, "big") + b"\xc1 a payload nobody can decode"
+    with pytest.raises(
+        HandshakeRefused, match=f"version differs: {PROTOCOL_VERSION} here, {PROTOCOL_VERSION + 1}"
+    ):
+        here.endpoint.connect(foreign)
+
+
+@pytest.mark.parametrize(
+    "foreign", [b"", b"SLST", b"HTTP/1.1 200 OK", MAGIC + b"\x00\x01\xc1", MAGIC + b"\x00\x01\x80"]
+)
+def test_foreign_bytes_are_refused(foreign: bytes) -> None:
+    here = SmallWorker.on(LoopbackHub(), "here")
+    with pytest.raises(WireError):
+        here.endpoint.connect(foreign)
+
+
+def test_impossible_sizes_in_a_hello_are_refused() -> None:
+    worker = SmallWorker.on(LoopbackHub(), "here")
+    packed = worker.endpoint.hello()
+    assert b"head_dim\x02" in packed
+    with pytest.raises(WireError, match="head_dim"):
+        decode_hello(packed.replace(b"head_dim\x02", b"head_dim\x00"))
+
+
+def test_connecting_twice_is_harmless_and_a_changed_hello_of_the_same_epoch_is_not() -> None:
+    hub = LoopbackHub()
+    here, peer = SmallWorker.on(hub, "here"), SmallWorker.on(hub, "peer")
+    hello = peer.endpoint.hello()
+    assert here.endpoint.connect(hello) == here.endpoint.connect(hello) == peer.epoch
+    changed = encode(replace(decode_hello(hello), role="another"))
+    with pytest.raises(HandshakeRefused, match="introduced itself differently"):
+        here.endpoint.connect(changed)
+
+
+def test_a_worker_does_not_connect_to_itself() -> None:
+    here = SmallWorker.on(LoopbackHub(), "here")
+    with pytest.raises(HandshakeRefused, match="itself"):
+        here.endpoint.connect(here.endpoint.hello())
+
+
+def test_after_a_refusal_nothing_can_be_sent_to_that_peer() -> None:
+    hub = LoopbackHub()
+    here = SmallWorker.on(hub, "here")
+    peer = SmallWorker.on(hub, "peer", fingerprint=replace(FINGERPRINT, target_model="target-b"))
+    with pytest.raises(HandshakeRefused):
+        here.endpoint.connect(peer.endpoint.hello())
+    with pytest.raises(UnknownPeer):
+        here.open("t", peer, 4, pages(1), pages(1))
