@@ -1,0 +1,97 @@
+"""`python -m drafter.training`: make the drafters of the built-in pairs, data included.
+
+    python -m drafter.training --pair tiny --out OUT
+    torchrun --nproc-per-node 4 -m drafter.training --pair smollm2 --out OUT
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from drafter.training import stages
+from drafter.training.plan import PLANS, Plan, toy
+from drafter.training.processes import process
+from workers.pairs import resolve_pair
+
+_SHIPPED_PROMPTS = Path(__file__).parents[2] / "cluster" / "prompts"
+_NEEDS_A_GPU = (
+    "error: training smollm2 needs a CUDA GPU, and torch sees none. On four H200 it takes about 15 minutes in all "
+    "(torchrun --nproc-per-node 4 -m drafter.training --pair smollm2 --out DIR), on one about an hour. Here you can run "
+    "--toy, which goes through all stages at toy size, or --stage eval, which measures an existing drafter."
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the stages asked for; 2 for a request that cannot be met."""
+    options = _parser().parse_args(arguments)
+    plan = PLANS[options.pair]
+    device = "cuda" if torch.cuda.is_available() and not options.cpu else "cpu"
+    wanted = ("data", "train", "eval") if options.stage == "all" else (options.stage,)
+    if options.pair == "smollm2" and device == "cpu" and not options.toy and {"data", "train"} & set(wanted):
+        print(_NEEDS_A_GPU, file=sys.stderr)
+        return 2
+    plan = _adjusted(toy(plan) if options.toy else plan, options)
+    out: Path = options.out
+    target_path = out / "target" if plan.target_recipe is not None else resolve_pair(options.pair).target_path
+    with process(device) as here:
+        run = stages.Run(plan=plan, out=out, target_path=options.target or target_path, prompts=options.prompts)
+        here.say(f"{plan.pair}: {', '.join(wanted)} on {here.world} x {_device_name(device)}")
+        if device == "cpu" and plan.target_recipe is not None and "data" in wanted and not options.toy:
+            here.say("no GPU: target and drafter take about 90 minutes on 2 cores")
+        if "prompts" in wanted:
+            stages.write_held_out(run, here, options.count)
+        if "data" in wanted:
+            stages.make_data(run, here)
+        if "train" in wanted:
+            stages.train(run, here)
+        if "eval" in wanted and here.leads:
+            print(stages.evaluate(run, here, options.drafter or run.drafter))
+    return 0
+
+
+def _adjusted(plan: Plan, options: argparse.Namespace) -> Plan:
+    recipe = plan.recipe
+    if options.steps is not None:
+        recipe = replace(recipe, steps=options.steps)
+    if options.max_seconds is not None:
+        recipe = replace(recipe, max_seconds=options.max_seconds)
+    if options.learning_rate is not None:
+        recipe = replace(recipe, learning_rate=options.learning_rate)
+    sequences = {family: max(1, round(n * options.data_share)) for family, n in plan.sequences.items()}
+    return replace(plan, recipe=recipe, sequences=sequences)
+
+
+def _device_name(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else f"CPU ({torch.get_num_threads()} threads)"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m drafter.training", description=__doc__.partition("\n")[0])
+    parser.add_argument("--pair", choices=sorted(PLANS), required=True)
+    parser.add_argument(
+        "--stage",
+        choices=("prompts", "data", "train", "eval", "all"),
+        default="all",
+        help="all = data, train, eval; prompts rewrites the shipped prompt sets (smollm2)",
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where everything is written")
+    parser.add_argument("--steps", type=int, help="drafter steps instead of the plan's")
+    parser.add_argument("--max-seconds", type=float, help="end drafter training by then; the schedule shrinks with it")
+    parser.add_argument("--learning-rate", type=float, help="peak learning rate of the drafter")
+    parser.add_argument("--data-share", type=float, default=1.0, help="share of the plan's sequences")
+    parser.add_argument("--toy", action="store_true", help="all stages at toy size, a dry run")
+    parser.add_argument("--cpu", action="store_true", help="stay on the CPU")
+    parser.add_argument("--target", type=Path, help="the target, if not the pair's own")
+    parser.add_argument("--drafter", type=Path, help="eval: the drafter to measure (default OUT/drafter)")
+    parser.add_argument("--prompts", type=Path, default=_SHIPPED_PROMPTS, help="the shipped prompt sets")
+    parser.add_argument("--count", type=int, default=64, help="prompts: prompts in each set")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""Training a drafter on the target's answers, on one process or several.
+
+Life of a run: every process reads its own share of the corpus; each step runs the frozen target over a batch for its
+features, draws anchors, scores all blocks at once and averages gradients over the processes. The learning rate warms up
+and falls along a cosine of the run's progress: steps taken, or time used when a time limit would end the run sooner.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from drafter.training.blocks import cut_blocks, sample_anchors
+from drafter.training.corpus import Batch, Corpus
+from drafter.training.llama import Llama
+from drafter.training.network import DraftNetwork, weighted_cross_entropy
+
+_TALK_EVERY = 20  # steps between agreeing on the time among processes
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How to train. A step takes `positions` target positions and `positions * anchor_share` blocks a process."""
+
+    steps: int
+    positions: int
+    anchor_share: float
+    learning_rate: float
+    warmup_steps: int = 200
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip: float = 1.0
+    seed: int = 1
+    max_seconds: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A mean over the steps since the last report."""
+
+    step: int
+    steps: int
+    loss: float
+    seconds: float
+
+
+def fit(
+    network: DraftNetwork, target: Llama, corpus: Corpus, recipe: Recipe, report: Callable[[Progress], None]
+) -> int:
+    """Train in place; returns the steps taken. The networks must be on one device; bfloat16 where that is a GPU."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    device = target.embedding_VH.device
+    generator = torch.Generator(device).manual_seed(recipe.seed * 1000 + rank)
+    optimizer = torch.optim.AdamW(
+        network.parameters(),
+        lr=recipe.learning_rate,
+        betas=recipe.betas,
+        weight_decay=recipe.weight_decay,
+        fused=device.type == "cuda",
+    )
+    began = time.monotonic()
+    clock, step = 0.0, 0
+    losses: list[Tensor] = []
+    for step, batch in enumerate(_to_device(corpus.batches(recipe.positions, recipe.seed * 1000 + rank), device), 1):
+        if (step - 1) % _TALK_EVERY == 0:
+            clock = _slowest(time.monotonic() - began, device) / recipe.max_seconds
+        progress = max((step - 1) / recipe.steps, clock)
+        if progress >= 1.0:
+            step -= 1
+            break
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.learning_rate * _rate(step, progress, recipe.warmup_steps)
+        loss = batch_loss(network, target, batch, recipe.anchor_share, generator)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if world > 1:
+            _average_gradients(network, world)
+        torch.nn.utils.clip_grad_norm_(network.parameters(), recipe.clip, foreach=device.type == "cuda" or None)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.detach())
+        if len(losses) == 100 or step == recipe.steps:
+            report(Progress(step, recipe.steps, float(torch.stack(losses).mean()), time.monotonic() - began))
+            losses = []
+    return step
+
+
+def batch_loss(
+    network: DraftNetwork, target: Llama, batch: Batch, anchor_share: float, generator: torch.Generator | None
+) -> Tensor:
+    """The weighted loss of random blocks of one batch."""
+    tokens = batch.tokens_BS
+    count = max(1, round(tokens.shape[1] * anchor_share))
+    anchors = sample_anchors(batch.prompt_lengths_B, batch.lengths_B, count, generator)
+    blocks = cut_blocks(tokens, batch.lengths_B, anchors, network.config.block_size)
+    taps = target.taps(tokens, network.config.tap_layer_ids)
+    embedding = target.embedding_VH.detach()
+    with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=tokens.device.type == "cuda"):
+        hidden = network(taps, anchors, tokens.gather(1, anchors), torch.zeros_like(batch.lengths_B), embedding)
+        scored = hidden[:, :, 1:].reshape(-1, hidden.shape[-1]).to(embedding.dtype)
+        labels, weights = blocks.labels_BAK[..., 1:].flatten(), blocks.weights_BAK[..., 1:].flatten()
+        return weighted_cross_entropy(scored, embedding, labels, weights)
+
+
+def _rate(step: int, progress: float, warmup_steps: int) -> float:
+    return min(1.0, step / warmup_steps) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def _to_device(batches: Iterable[Batch], device: torch.device) -> Iterable[Batch]:
+    for batch in batches:
+        parts = (batch.tokens_BS, batch.prompt_lengths_B, batch.lengths_B)
+        if device.type == "cuda":
+            parts = tuple(part.pin_memory().to(device, non_blocking=True) for part in parts)
+        yield Batch(*parts)
+
+
+def _slowest(seconds: float, device: torch.device) -> float:
+    """The same time on every process, so that all end at the same step."""
+    if not dist.is_initialized():
+        return seconds
+    shared = torch.tensor(seconds, device=device)
+    dist.all_reduce(shared, dist.ReduceOp.MAX)
+    return float(shared)
+
+
+def _average_gradients(network: DraftNetwork, world: int) -> None:
+    gradients = [p.grad for p in network.parameters() if p.grad is not None]
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat)
+    flat /= world
+    for gradient, averaged in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(averaged.view_as(gradient))

@@ -1,0 +1,38 @@
+"""Messages written by hand, from no template and no model: the strictest test of a drafter, reported but not gated."""
+
+from __future__ import annotations
+
+MESSAGES = (
+    "my sourdough starter smells like nail polish remover, is it dead?",
+    "Write a limerick about a lighthouse keeper who is afraid of the dark.",
+    "I have 40 minutes, a cauliflower and some eggs. What's for dinner?",
+    "Explain why the sky turns red at sunset, but keep it under 80 words.",
+    "Can you help me word a polite message to a flatmate who never does the dishes?",
+    "What's the difference between a llama and an alpaca?",
+    "Give me a SQL query that lists customers who have not ordered anything since last March.",
+    "I feel stuck in my job. Where should I start?",
+    "Translate 'where is the nearest pharmacy' into Spanish and tell me how to pronounce it.",
+    "Name five films that take place on a train.",
+    "How do I get candle wax out of a tablecloth?",
+    "Pretend you are a pirate and give me the weather forecast.",
+    "Why do cats knead blankets?",
+    "Write a function in Python that checks whether a string is a palindrome.",
+    "My daughter wants to know whether dinosaurs had feathers. What do I tell her?",
+    "Summarize the plot of Romeo and Juliet in three sentences.",
+    "Is it cheaper to run a dishwasher or to wash up by hand?",
+    "Make a packing list for a rainy weekend in the mountains with two kids.",
+    "What does 'per my last email' really mean?",
+    "Come up with a name for a shop that repairs old radios.",
+    "How many tablespoons are in a quarter cup?",
+    "Draft a short toast for my sister's wedding. She met her husband in a chess club.",
+    "What would happen if the moon disappeared tomorrow?",
+    "Give me a workout without equipment that I can do in a hotel room.",
+    "I keep waking up at 3 a.m. Any ideas?",
+    "Write the opening line of a detective novel set in a library.",
+    "What is the point of a semicolon?",
+    "Compare renting and buying a flat for someone who may move in four years.",
+    "How would you explain the stock market to a farmer from 1850?",
+    "Turn this into a haiku: the bus was late and it was snowing.",
+    "What questions should I ask at the end of a job interview?",
+    "Tell me something surprising about octopuses.",
+)

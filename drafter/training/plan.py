@@ -1,0 +1,82 @@
+"""What is trained for each built-in pair, in figures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from drafter.training.copycat import MASK, CopyRecipe
+from drafter.training.fit import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One pair's data, drafter and training. Sequence counts are totals over all processes."""
+
+    pair: str
+    sequences: dict[str, int]
+    num_layers: int
+    block_size: int
+    tap_layer_ids: tuple[int, ...]
+    mask_token_id: int
+    rows: int  # answered at once
+    capacity: int  # tokens, prompt and answer
+    max_new_tokens: int
+    sampled_share: float
+    recipe: Recipe
+    eval_tokens: int
+    target_recipe: CopyRecipe | None = None  # only where the target is trained too
+    seed: int = 1
+
+
+SMOLLM2 = Plan(
+    pair="smollm2",
+    sequences={
+        "chat": 220_000,
+        "questions": 80_000,
+        "word_problems": 60_000,
+        "paragraphs": 90_000,
+        "long_paragraphs": 20_000,
+    },
+    num_layers=4,
+    block_size=8,
+    tap_layer_ids=(1, 10, 18, 27),
+    mask_token_id=16,
+    rows=4096,
+    capacity=768,
+    max_new_tokens=320,
+    sampled_share=0.3,
+    recipe=Recipe(steps=12_000, positions=16_384, anchor_share=0.3, learning_rate=1.2e-3, warmup_steps=300),
+    eval_tokens=320,
+)
+
+TINY = Plan(
+    pair="tiny",
+    sequences={"copying": 24_000},
+    num_layers=2,
+    block_size=8,
+    tap_layer_ids=(0, 1, 2),
+    mask_token_id=MASK,
+    rows=2048,
+    capacity=1152,
+    max_new_tokens=192,
+    sampled_share=0.0,
+    recipe=Recipe(steps=4_000, positions=8_192, anchor_share=0.15, learning_rate=2e-3),
+    eval_tokens=64,
+    target_recipe=CopyRecipe(),
+)
+
+PLANS = {plan.pair: plan for plan in (SMOLLM2, TINY)}
+
+
+def toy(plan: Plan) -> Plan:
+    """The same stages at a size that a CPU finishes in a minute or two; the result is of no use."""
+    return replace(
+        plan,
+        sequences={family: 6 for family in plan.sequences},
+        rows=16,
+        capacity=320,
+        max_new_tokens=24,
+        recipe=replace(plan.recipe, steps=8, positions=512, warmup_steps=2),
+        eval_tokens=8,
+        target_recipe=CopyRecipe(steps=8, positions=512, longest_text=60, longest_answer=40),
+    )

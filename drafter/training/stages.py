@@ -1,0 +1,221 @@
+"""The stages of a training run: data, train, evaluate. Each reads what the one before left in the output directory.
+
+    OUT/target/              tiny only: the trained target
+    OUT/corpus/part-N.npz    the target's answers, one part for each process
+    OUT/drafter/             the drafter, z-lab's layout
+    OUT/evaluation.{md,json} acceptance lengths on the shipped prompts
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from random import Random
+
+import torch
+
+from drafter.config import DFlashConfig
+from drafter.training.answering import ChatFrame, answer_all, invent_user_turns
+from drafter.training.checkpoint import drafter_config, read_network, save_network
+from drafter.training.copycat import any_text, save_copycat, train_copycat
+from drafter.training.corpus import Corpus
+from drafter.training.fit import Progress, fit
+from drafter.training.hand_written import MESSAGES
+from drafter.training.llama import Llama
+from drafter.training.measure import Acceptance, Context, measure, table
+from drafter.training.network import DraftNetwork
+from drafter.training.plan import Plan
+from drafter.training.processes import Process
+from drafter.training.prompts import (
+    FAMILIES,
+    FROM_TEMPLATES,
+    HeldOut,
+    choose_held_out,
+    shipped_prompts,
+    spread_out,
+    training_prompts,
+    write_prompts,
+)
+from drafter.training.targets import load_target
+from drafter.training.teacher import Teacher
+from workers.tokenizer import Tokenizer
+
+_SAVE_EVERY_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run's settings and places."""
+
+    plan: Plan
+    out: Path
+    target_path: Path
+    prompts: Path  # the shipped prompt sets
+
+    @property
+    def corpus(self) -> Path:
+        return self.out / "corpus"
+
+    @property
+    def drafter(self) -> Path:
+        return self.out / "drafter"
+
+
+def make_data(run: Run, process: Process) -> None:
+    """Train the target where there is none yet, then let it answer this process's share of the prompts."""
+    plan = run.plan
+    if plan.target_recipe is not None and process.leads:
+        process.say("target: training")
+        model = train_copycat(plan.target_recipe, process.device, _reporter("target", process))
+        save_copycat(run.target_path, model)
+    process.wait_for_all()
+    target, _ = load_target(run.target_path, _dtype(process), process.device)
+    tokenizer = Tokenizer.from_path(run.target_path)
+    frame = ChatFrame(tokenizer)
+    held_out = HeldOut(text for texts in shipped_prompts(run.prompts).values() for text in texts)
+    seed = plan.seed * 1000 + process.rank
+    teacher = Teacher(
+        target, max_rows=plan.rows, capacity=plan.capacity, stop_ids=tokenizer.eos_token_ids, seed=seed
+    )
+    prompts: list[list[int]] = []
+    for family, total in plan.sequences.items():
+        began, before = time.monotonic(), len(prompts)
+        count = total // process.world
+        for text in _texts(family, count, seed, teacher, tokenizer, frame, held_out):
+            ids = frame.prompt_ids(text)
+            if len(ids) + plan.max_new_tokens <= plan.capacity:
+                prompts.append(ids)
+        process.say(f"prompts: {len(prompts) - before} {family} in {time.monotonic() - began:.0f} s")
+
+    def report(done: int, tokens: int, seconds: float) -> None:
+        process.say(f"answers: {done}/{len(prompts)}, {tokens / 1e6:.1f} M tokens, {tokens / seconds:,.0f}/s")
+
+    corpus = answer_all(
+        teacher,
+        prompts,
+        sampled_share=plan.sampled_share,
+        max_new_tokens=plan.max_new_tokens,
+        seed=seed,
+        report=report,
+    )
+    run.corpus.mkdir(parents=True, exist_ok=True)
+    corpus.save(run.corpus / f"part-{process.rank}.npz")
+    process.wait_for_all()
+    process.say(f"data: {len(corpus)} sequences, {corpus.num_tokens / 1e6:.1f} M tokens in each of {process.world} parts")
+
+
+def _texts(
+    family: str,
+    count: int,
+    seed: int,
+    teacher: Teacher,
+    tokenizer: Tokenizer,
+    frame: ChatFrame,
+    held_out: HeldOut,
+) -> Iterator[str]:
+    if family == "chat":
+        return invent_user_turns(teacher, tokenizer, frame, count, held_out)
+    if family == "copying":
+        rng = Random(f"copying {seed}")
+        texts = (any_text(rng, rng.choice((60, 200, 900))) for _ in range(2 * count))
+        return (text for text, _ in zip((t for t in texts if not held_out.touches(t)), range(count), strict=False))
+    return training_prompts(family, count, seed, held_out)
+
+
+def train(run: Run, process: Process) -> None:
+    """Train a drafter from scratch on the corpus in OUT."""
+    plan = run.plan
+    target, fingerprint = load_target(run.target_path, _dtype(process), process.device)
+    tokenizer = Tokenizer.from_path(run.target_path)
+    config = drafter_config(
+        target.shape,
+        num_layers=plan.num_layers,
+        block_size=plan.block_size,
+        tap_layer_ids=plan.tap_layer_ids,
+        mask_token_id=plan.mask_token_id,
+        bos_token_id=tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_ids[0],
+        eos_token_id=tokenizer.eos_token_ids[0],
+        target_fingerprint=fingerprint,
+    )
+    torch.manual_seed(plan.recipe.seed)  # the same initial weights on every process
+    network = DraftNetwork(DFlashConfig.from_dict(config), target.shape.hidden_size).to(process.device)
+    parts = sorted(run.corpus.glob("part-*.npz"))
+    corpus = Corpus.joined([Corpus.load(part) for part in parts[process.rank :: process.world]])
+    process.say(f"train: {len(corpus)} sequences, {corpus.num_tokens / 1e6:.1f} M tokens for each process")
+    talk = _reporter("train", process)
+    saved = time.monotonic()
+
+    def report(progress: Progress) -> None:
+        nonlocal saved
+        talk(progress)
+        if process.leads and time.monotonic() - saved > _SAVE_EVERY_S:
+            save_network(run.drafter, network, config)
+            saved = time.monotonic()
+
+    steps = fit(network, target, corpus, plan.recipe, report)
+    if process.leads:
+        save_network(run.drafter, network, config)
+    process.say(f"train: {steps} steps, saved to {run.drafter}")
+
+
+def evaluate(run: Run, process: Process, drafter: Path) -> str:
+    """Acceptance lengths in float32 on the shipped prompts; the table, also written to OUT/evaluation.*."""
+    target, _ = load_target(run.target_path, torch.float32, process.device)
+    network = read_network(drafter, target.shape.hidden_size).to(process.device).eval()
+    tokenizer = Tokenizer.from_path(run.target_path)
+    frame = ChatFrame(tokenizer)
+    sets: dict[str, list[str]] = {**shipped_prompts(run.prompts), "hand-written chat": list(MESSAGES)}
+    rows: list[tuple[str, int, dict[Context, Acceptance]]] = []
+    for name, texts in sets.items():
+        answers = _greedy_answers(target, tokenizer, [frame.prompt_ids(text) for text in texts], run.plan.eval_tokens)
+        by_context = {context: measure(network, target, answers, context) for context in Context}
+        rows.append((name.replace("_", " "), len(texts), by_context))
+        process.say(table(rows[-1:]).splitlines()[-1])
+    pooled = {c: sum((by[c] for _, _, by in rows[: len(FAMILIES)]), Acceptance()) for c in Context}
+    rows.append(("the four shipped sets, pooled", sum(n for _, n, _ in rows[: len(FAMILIES)]), pooled))
+    text = table(rows)
+    run.out.mkdir(parents=True, exist_ok=True)
+    (run.out / "evaluation.md").write_text(text + "\n")
+    figures = {name: {c.name: asdict(by[c]) for c in Context} for name, _, by in rows}
+    (run.out / "evaluation.json").write_text(json.dumps(figures, indent=1) + "\n")
+    return text
+
+
+def write_held_out(run: Run, process: Process, count: int) -> None:
+    """Write the shipped prompt sets: templates under a seed of their own, and user turns invented by the target."""
+    target, _ = load_target(run.target_path, torch.float32, process.device)
+    tokenizer = Tokenizer.from_path(run.target_path)
+    frame = ChatFrame(tokenizer)
+    teacher = Teacher(target, max_rows=3 * count // 2, capacity=256, stop_ids=tokenizer.eos_token_ids, seed=20_000)
+    turns = invent_user_turns(teacher, tokenizer, frame, 3 * count // 2, HeldOut(()))
+    write_prompts(run.prompts / "chat.jsonl", spread_out(turns, count))
+    for family in FAMILIES:
+        if family in FROM_TEMPLATES:
+            write_prompts(run.prompts / f"{family}.jsonl", choose_held_out(family, count))
+
+
+def _greedy_answers(target: Llama, tokenizer: Tokenizer, prompts: list[list[int]], max_new_tokens: int) -> Corpus:
+    teacher = Teacher(
+        target,
+        max_rows=len(prompts),
+        capacity=max(map(len, prompts)) + max_new_tokens,
+        stop_ids=tokenizer.eos_token_ids,
+        seed=0,
+    )
+    return Corpus.of(teacher.answer(prompts, max_new_tokens=max_new_tokens))
+
+
+def _dtype(process: Process) -> torch.dtype:
+    return torch.bfloat16 if process.device.type == "cuda" else torch.float32
+
+
+def _reporter(what: str, process: Process):  # type: ignore[no-untyped-def]
+    def report(progress: Progress) -> None:
+        process.say(
+            f"{what}: step {progress.step}/{progress.steps}, loss {progress.loss:.3f}, {progress.seconds:.0f} s"
+        )
+
+    return report
