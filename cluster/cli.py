@@ -70,7 +70,7 @@ def main() -> None:
         message = readable(error)
         if message is None:
             raise
-        Console(stderr=True).print(f"[bold red]error:[/] {_escape(message)}", highlight=False)
+        click.echo(click.style("error: ", fg="red", bold=True) + message, err=True)
         sys.exit(1)
 
 
@@ -95,10 +95,6 @@ def readable(error: Exception) -> str | None:
             return str(error)
         case _:
             return None
-
-
-def _escape(text: str) -> str:
-    return text.replace("[", "\\[")
 
 
 @cli.command()
@@ -229,7 +225,8 @@ def status(server: str, as_json: bool) -> None:
             )
         )
         return
-    Console().print(status_table(state))
+    # A table squeezed into a pipe's default width is unreadable; a file has no edge.
+    Console(width=None if sys.stdout.isatty() else 140).print(status_table(state))
 
 
 @cli.command()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -26,25 +27,26 @@ def status_table(state: admin_pb2.GetClusterStateResponse) -> Group:
         f"{state.live_requests} of {state.max_live_requests} live, {state.finished_requests} finished, "
         f"{state.failed_requests} failed"
     )
-    table = Table()
-    for name in ("worker", "state", "running", "waiting", "slots t/d", "target pages", "draft pages"):
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("worker", "state"):
         table.add_column(name)
-    for name in ("AL", "prompt tokens", "KV shipped t/d", "transfers ok/failed"):
+    for name in ("run+wait", "slots", "pages", "AL", "prompt", "KV shipped", "transfers"):
         table.add_column(name, justify="right")
     for worker in state.workers:
+        failed = f", {worker.transfers_failed} failed" if worker.transfers_failed else ""
         table.add_row(
             worker.name,
             _STATES.get(worker.state, "?"),
-            str(worker.running),
-            str(worker.waiting),
-            f"{worker.slots_in_use}/{worker.draft_slots_in_use}",
-            f"{worker.target_pages_in_use} of {worker.target_pages}",
-            f"{worker.draft_pages_in_use} of {worker.draft_pages}",
+            f"{worker.running}+{worker.waiting}",
+            f"{worker.slots_in_use} / {worker.draft_slots_in_use}",
+            f"{worker.target_pages_in_use} / {worker.draft_pages_in_use} of {worker.target_pages}",
             f"{worker.acceptance_length:.2f}" if worker.decode_steps else "–",
-            str(worker.prompt_tokens_computed),
+            f"{worker.prompt_tokens_computed}",
             f"{_size(worker.kv_bytes_target)} / {_size(worker.kv_bytes_draft)}",
-            f"{worker.transfers_done}/{worker.transfers_failed}",
+            f"{worker.transfers_done}{failed}",
         )
+    table.caption = "slots, pages and KV: target / draft; prompt: tokens computed here"
+    table.caption_justify = "left"
     return Group(head, table)
 
 

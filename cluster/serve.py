@@ -75,6 +75,7 @@ async def serve(
     """Serve until SIGINT or SIGTERM. `on_ready(address, seconds)` is called once. Raises what keeps it from serving."""
     started_s = time.monotonic()
     check_listen(config.listen)
+    resolve_pair(config.pair)  # a wrong name should not cost a start of Ray
     loading = asyncio.create_task(asyncio.to_thread(load_tokenizer, config.pair))
     await asyncio.sleep(0)  # its thread starts before Ray blocks this one
     cluster = LocalCluster(config, host_factory=host_factory, report=report)

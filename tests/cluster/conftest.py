@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable
+import queue
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -16,6 +19,7 @@ from cluster.gateway import Gateway, GatewaySettings
 from cluster.link import LinkTimes, WorkerAddress
 from cluster.service import Door
 from cluster.worker_server import WorkerServer
+from kvmanager.ids import WorkerEpoch
 from tests.cluster.fake_worker import ByteTokenizer, FakeHost
 
 
@@ -36,39 +40,46 @@ class FakeCluster:
             await asyncio.sleep(0.005)
 
 
+Peers = dict[WorkerEpoch, FakeHost]
 StartCluster = Callable[..., Awaitable[FakeCluster]]
+
+
+async def start_fake_cluster(
+    stack: AsyncExitStack, hosts: Sequence[FakeHost], route: Route = "split", **settings: Any
+) -> FakeCluster:
+    """Workers are named role-number, in order. `stack` stops everything in reverse."""
+    servers, addresses = {}, []
+    for number, host in enumerate(hosts):
+        server = WorkerServer(host)
+        name = f"{host.role}-{number}"
+        addresses.append(WorkerAddress(name, host.role, await server.start("127.0.0.1")))
+        stack.push_async_callback(server.stop)
+        servers[name] = server
+    ids = itertools.count()
+    gateway = Gateway(
+        addresses,
+        ByteTokenizer(),
+        GatewaySettings(route=route, times=LinkTimes(0.05, 1.0), **settings),
+        new_id=lambda: f"internal-{next(ids)}",
+        new_seed=lambda: 1,
+    )
+    stack.push_async_callback(gateway.stop)
+    await gateway.start(10.0)
+    door = Door(gateway)
+    stack.push_async_callback(door.stop, 0.0)
+    address = await door.start("127.0.0.1:0")
+    await door.serving(True)
+    client = AsyncClient(address)
+    stack.push_async_callback(client.close)
+    return FakeCluster(gateway, door, client, address, dict(zip(servers, hosts, strict=True)), servers)
 
 
 @pytest.fixture
 async def start_cluster() -> AsyncIterator[StartCluster]:
     async with AsyncExitStack() as stack:
 
-        async def start(*hosts: FakeHost, route: Route = "split", **settings: object) -> FakeCluster:
-            servers, addresses = {}, []
-            for number, host in enumerate(hosts):
-                server = WorkerServer(host)
-                name = f"{host.role}-{number}"
-                addresses.append(WorkerAddress(name, host.role, await server.start("127.0.0.1")))
-                stack.push_async_callback(server.stop)
-                servers[name] = server
-            ids = itertools.count()
-            gateway = Gateway(
-                addresses,
-                ByteTokenizer(),
-                GatewaySettings(route=route, times=LinkTimes(0.05, 1.0), **settings),  # type: ignore[arg-type]
-                new_id=lambda: f"internal-{next(ids)}",
-                new_seed=lambda: 1,
-            )
-            stack.push_async_callback(gateway.stop)
-            await gateway.start(10.0)
-            door = Door(gateway)
-            stack.push_async_callback(door.stop, 0.0)
-            address = await door.start("127.0.0.1:0")
-            await door.serving(True)
-            client = AsyncClient(address)
-            stack.push_async_callback(client.close)
-            by_name = dict(zip(servers, hosts, strict=True))
-            return FakeCluster(gateway, door, client, address, by_name, servers)
+        async def start(*hosts: FakeHost, **settings: Any) -> FakeCluster:
+            return await start_fake_cluster(stack, hosts, **settings)
 
         yield start
 
@@ -76,11 +87,36 @@ async def start_cluster() -> AsyncIterator[StartCluster]:
 @pytest.fixture
 async def split(start_cluster: StartCluster) -> FakeCluster:
     """One context worker and one generation worker."""
-    peers: dict[object, FakeHost] = {}
-    return await start_cluster(FakeHost("context", peers), FakeHost("generation", peers))  # type: ignore[arg-type]
+    peers: Peers = {}
+    return await start_cluster(FakeHost("context", peers), FakeHost("generation", peers))
 
 
 @pytest.fixture
 async def aggregated(start_cluster: StartCluster) -> FakeCluster:
     """One worker that does both."""
     return await start_cluster(FakeHost("aggregated"), route="aggregated")
+
+
+@pytest.fixture
+def serving() -> Iterator[str]:
+    """The address of a split cluster that runs on a thread of its own, for blocking clients."""
+    ready: queue.Queue[str] = queue.Queue()
+    loops: queue.Queue[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = queue.Queue()
+
+    async def serve() -> None:
+        stop = asyncio.Event()
+        loops.put((asyncio.get_running_loop(), stop))
+        async with AsyncExitStack() as stack:
+            peers: Peers = {}
+            cluster = await start_fake_cluster(
+                stack, [FakeHost("context", peers), FakeHost("generation", peers)]
+            )
+            ready.put(cluster.address)
+            await stop.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    thread.start()
+    loop, stop = loops.get(timeout=10)
+    yield ready.get(timeout=10)
+    loop.call_soon_threadsafe(stop.set)
+    thread.join(timeout=10)

@@ -1,0 +1,75 @@
+"""Configuration is parsed once, and what is wrong with it is said by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cluster.config import ConfigError, load_config
+from workers.config import EveryRequestFits, FixedPages, MemoryFraction, WorkerConfig
+
+
+def test_the_default_is_a_split_cluster_of_two() -> None:
+    config = load_config(None, {})
+    assert config.worker_roles() == ("context", "generation")
+    assert config.worker_config("context").kv == EveryRequestFits()
+
+
+def test_options_override_the_file_and_absent_options_do_not(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text('mode = "aggregated"\nmax_batch = 3\nmax_seq_len = 99\n')
+    config = load_config(file, {"max_batch": 5, "max_seq_len": None})
+    assert (config.mode, config.max_batch, config.max_seq_len) == ("aggregated", 5, 99)
+    assert config.worker_roles() == ("aggregated",)
+
+
+def test_an_unknown_key_names_the_nearest_known_one() -> None:
+    with pytest.raises(
+        ConfigError, match=r"unknown configuration key 'max_bach'; did you mean 'max_batch'\?"
+    ):
+        load_config(None, {"max_bach": 4})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"dtype": "float8"}, "dtype"),
+        ({"max_batch": 0}, "max_batch must be at least 1"),
+        ({"draft_tokens": -1}, "draft_tokens must be at least 0"),
+        ({"draft_tokens": "some"}, "draft_tokens"),
+        ({"num_kv_pages": 9, "memory_fraction": 0.5}, "exclude each other"),
+        ({"num_kv_pages": 1}, "num_target_pages must be at least 2"),
+        ({"memory_fraction": 1.5}, r"fraction must be in \(0, 1\]"),
+        ({"generation_workers": 0}, "needs at least one generation worker"),
+        ({"context_workers": -1}, "must not be negative"),
+        ({"max_live_requests": 0}, "max_live_requests must be positive"),
+    ],
+)
+def test_a_value_that_makes_no_sense_is_refused_by_name(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, values)
+
+
+def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_config(tmp_path / "none.toml", {})
+    broken = tmp_path / "broken.toml"
+    broken.write_text("mode = ")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load_config(broken, {})
+
+
+def test_memory_settings_reach_the_workers() -> None:
+    assert load_config(None, {"num_kv_pages": 9}).worker_config("generation").kv == FixedPages(
+        num_target_pages=9
+    )
+    assert load_config(None, {"memory_fraction": 0.5}).worker_config("context").kv == MemoryFraction(
+        fraction=0.5
+    )
+
+
+def test_a_workers_configuration_survives_the_wire() -> None:
+    config = load_config(None, {"draft_tokens": 3, "memory_fraction": 0.5}).worker_config("generation")
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=WorkerConfig) == config

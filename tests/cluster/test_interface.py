@@ -1,0 +1,194 @@
+"""The public interface: stubs in step with their source, health, reflection, admin, and the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from click.testing import CliRunner
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from cluster import cli
+from cluster.client import Client
+from cluster.doctor import Finding
+from cluster.errors import RequestError
+from cluster.rpc.v1 import admin_pb2
+from tests.cluster.conftest import FakeCluster
+
+ROOT = Path(__file__).parents[2]
+PROTOS = sorted((ROOT / "proto" / "cluster" / "rpc" / "v1").glob("*.proto"))
+
+
+def test_the_committed_stubs_are_what_the_protos_generate(tmp_path: Path) -> None:
+    outputs = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi", "grpc_python", "mypy_grpc")]
+    plugin = f"--plugin=protoc-gen-mypy_grpc={Path(sys.executable).parent / 'protoc-gen-mypy_grpc'}"
+    command = [sys.executable, "-m", "grpc_tools.protoc", "-I", str(ROOT / "proto"), plugin, *outputs]
+    subprocess.run([*command, *map(str, PROTOS)], check=True, capture_output=True)
+    fresh = sorted(path for path in tmp_path.rglob("*") if path.is_file())
+    assert len(fresh) == 4 * len(PROTOS)
+    for path in fresh:
+        committed = ROOT / path.relative_to(tmp_path)
+        assert committed.read_text() == path.read_text(), f"{committed} is out of date: run 'make stubs'"
+
+
+def test_proto_is_no_python_package() -> None:
+    files = [path for path in (ROOT / "proto").rglob("*") if path.is_file()]
+    assert files
+    assert {path.suffix for path in files} == {".proto"}, "a package named proto would shadow proto-plus"
+
+
+def test_the_gateway_and_the_client_import_neither_torch_nor_ray() -> None:
+    script = (
+        "import sys, cluster.gateway, cluster.service, cluster.client, cluster.cli\n"
+        "print([name for name in ('torch', 'ray') if name in sys.modules])"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert ran.stdout.strip() == "[]"
+
+
+async def test_health_follows_the_door(aggregated: FakeCluster) -> None:
+    async with grpc.aio.insecure_channel(aggregated.address) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        for ready, expected in ((True, "SERVING"), (False, "NOT_SERVING")):
+            await aggregated.door.serving(ready)
+            for service in ("", "cluster.rpc.v1.Inference", "cluster.rpc.v1.Admin"):
+                answer = await stub.Check(health_pb2.HealthCheckRequest(service=service))
+                assert health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status) == expected
+
+
+def test_reflection_lists_every_service(serving: str) -> None:
+    with grpc.insecure_channel(serving) as channel:
+        services = ProtoReflectionDescriptorDatabase(channel).get_services()
+    assert {"cluster.rpc.v1.Inference", "cluster.rpc.v1.Admin", "grpc.health.v1.Health"} <= set(services)
+
+
+async def test_the_cluster_state_tells_of_every_worker(split: FakeCluster) -> None:
+    await split.client.complete("abc", max_tokens=3)
+    with pytest.raises(RequestError):
+        await split.client.complete("")
+    state = await split.client.cluster_state()
+    assert (state.model, state.mode, state.live_requests) == ("fake", "split", 0)
+    assert (state.finished_requests, state.failed_requests) == (1, 1)
+    assert [worker.name for worker in state.workers] == ["context-0", "generation-1"]
+    assert all(worker.state == admin_pb2.WORKER_STATE_READY for worker in state.workers)
+    assert all(worker.epoch == split.hosts[worker.name].epoch for worker in state.workers)
+
+
+def test_the_blocking_client_streams_and_completes(serving: str) -> None:
+    with Client(serving) as client:
+        assert client.complete("ab", max_tokens=5)[0] == "ababa"
+        assert "".join(event.text for event in client.generate([97], max_tokens=3)) == "aaa"
+        assert client.model().model == "fake"
+        assert client.cancel("nobody") == 0
+        assert len(client.cluster_state().workers) == 2
+        with pytest.raises(RequestError, match="the prompt is empty"):
+            client.complete("")
+
+
+def run(
+    arguments: Sequence[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> tuple[int, str, str]:
+    """The console script in this process: exit status, standard output, standard error."""
+    monkeypatch.setattr(sys, "argv", ["slipstream", *arguments])
+    status = 0
+    try:
+        cli.main()
+    except SystemExit as exited:
+        status = int(exited.code or 0)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_help_names_every_command() -> None:
+    result = CliRunner().invoke(cli.cli, ["--help"])
+    assert result.exit_code == 0
+    for command in ("serve", "generate", "eval", "demo", "status", "doctor"):
+        assert f"\n  {command} " in result.output
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "status", "doctor"])
+def test_every_command_has_help(command: str) -> None:
+    result = CliRunner().invoke(cli.cli, [command, "--help"])
+    assert result.exit_code == 0
+    assert "Usage:" in result.output
+
+
+def test_generate_prints_the_answer_and_its_figures(
+    serving: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, out, err = run(["generate", "--server", serving, "--max-tokens", "5", "ab"], capsys, monkeypatch)
+    assert (status, out) == (0, "ababa\n")
+    assert "2 prompt + 5 output tokens" in err
+    status, out, _ = run(
+        ["generate", "--server", serving, "--json", "--stop", "ba", "ab"], capsys, monkeypatch
+    )
+    answer = json.loads(out)
+    assert (status, answer["text"], answer["finish_reason"], answer["stop"]) == (0, "a", "stop", "ba")
+
+
+def test_a_refusal_prints_field_and_limit_and_exits_with_1(
+    serving: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, out, err = run(
+        ["generate", "--server", serving, "--temperature", "-1", "ab"], capsys, monkeypatch
+    )
+    assert (status, out) == (1, "")
+    assert "temperature is -1" in err
+    assert "INVALID_ARGUMENT, field sampling.temperature, limit 0" in err
+
+
+def test_a_server_that_is_not_there_is_said_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, _, err = run(["status", "--server", "127.0.0.1:1"], capsys, monkeypatch)
+    assert status == 1
+    assert "127.0.0.1:1" in err
+    assert "Traceback" not in err
+
+
+def test_status_shows_every_worker(
+    serving: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, out, _ = run(["status", "--server", serving], capsys, monkeypatch)
+    assert status == 0
+    assert "context-0" in out
+    assert "generation-1" in out
+    status, out, _ = run(["status", "--server", serving, "--json"], capsys, monkeypatch)
+    assert [worker["role"] for worker in json.loads(out)["workers"]] == [
+        "WORKER_ROLE_CONTEXT",
+        "WORKER_ROLE_GENERATION",
+    ]
+
+
+def test_serve_refuses_a_wrong_configuration_before_it_starts_anything(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for arguments, message in (
+        (["--max-batch", "0"], "max_batch must be at least 1"),
+        (["--draft-tokens", "some"], "draft_tokens"),
+        (["--listen", "nowhere"], "is not HOST:PORT"),
+        (["--pair", "no-such-pair", "--listen", "127.0.0.1:0"], "does not exist"),
+    ):
+        status, _, err = run(["serve", *arguments], capsys, monkeypatch)
+        assert status == 1, arguments
+        assert message in err
+
+
+@pytest.mark.parametrize(("level", "status"), [("ok", 0), ("warn", 0), ("fail", 1)])
+def test_doctor_fails_when_a_finding_does(
+    level: Any, status: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "cluster.doctor.examine", lambda pair, floor: [Finding("it", level, "is so", "do that")]
+    )
+    got, out, _ = run(["doctor"], capsys, monkeypatch)
+    assert got == status
+    assert "is so" in out
+    assert "do that" in out
