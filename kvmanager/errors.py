@@ -186,6 +186,17 @@ class LeaseExpired(TransferError):
         return f"the lease of transfer {self.transfer!r} has expired"
 
 
+class ConfigFieldError(KvError, ValueError):
+    """A checkpoint's config.json lacks a field that sizing needs, or holds a value that cannot be."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(field, problem)
+        self.field, self.problem = field, problem
+
+    def __str__(self) -> str:
+        return f"config.json: {self.field}: {self.problem}"
+
+
 class BudgetInfeasible(KvError):
     """The memory or page budget cannot hold one request of `max_seq_len`. The message has the numbers."""
 

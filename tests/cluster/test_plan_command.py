@@ -1,0 +1,104 @@
+"""`slipstream plan` as a user calls it: files in, figures and an exit status out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from cluster.cli import cli
+
+TARGET = {
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "torch_dtype": "bfloat16",
+}
+DRAFTER = {
+    "num_hidden_layers": 5,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 16,
+    "head_dim": 64,
+    "torch_dtype": "bfloat16",
+    "block_size": 8,
+    "max_position_embeddings": 1_048_576,
+}
+PUBLISHED = ["--max-seq-len", "997696", "--max-batch", "8", "--tp", "8"]
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> list[str]:
+    """--model and --drafter, the one as a directory and the other as a file."""
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "config.json").write_text(json.dumps(TARGET))
+    (tmp_path / "drafter.json").write_text(json.dumps(DRAFTER))
+    return ["--model", str(tmp_path / "target"), "--drafter", str(tmp_path / "drafter.json")]
+
+
+def plan(*arguments: str) -> tuple[int, dict[str, Any]]:
+    result = CliRunner().invoke(cli, ["plan", *arguments, "--json"])
+    return result.exit_code, json.loads(result.stdout)
+
+
+def test_the_published_case_starts_and_shows_the_published_figures(checkpoints: list[str]) -> None:
+    status, shown = plan(*checkpoints, *PUBLISHED, "--memory-gib", "80")
+    assert status == 0
+    assert shown["starts"] is True
+    assert shown["drafter"]["bytes_per_token"] == 2_560
+    assert round(shown["dense_arena_gib"], 1) == 21.4
+    assert shown["total_bytes"] <= 80 * 2**30
+    assert shown["tokens_that_fit"] >= 997_696
+
+
+def test_attention_dp_shows_unsharded_heads(checkpoints: list[str]) -> None:
+    _, shown = plan(*checkpoints, *PUBLISHED, "--attention-dp", "--memory-gib", "400")
+    assert shown["drafter"]["bytes_per_token"] == 20_480
+    assert shown["target"]["kv_heads_per_rank"] == 8
+
+
+def test_too_little_memory_exits_with_1_and_the_reason(checkpoints: list[str]) -> None:
+    status, shown = plan(*checkpoints, *PUBLISHED, "--memory-gib", "2")
+    assert status == 1
+    assert shown["starts"] is False
+    assert "max_seq_len 997696" in shown["reason"]
+    assert "would fit" in shown["reason"]
+
+
+def test_the_table_says_the_same_in_words(checkpoints: list[str]) -> None:
+    shown = CliRunner().invoke(cli, ["plan", *checkpoints, *PUBLISHED, "--memory-gib", "80"]).stdout
+    assert "2,560" in shown
+    assert "21.41 GiB" in shown
+    assert "starts" in shown
+    refused = CliRunner().invoke(cli, ["plan", *checkpoints, *PUBLISHED, "--memory-gib", "2"]).stdout
+    assert "does not start" in refused
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(None, "cannot read"), ("{", "is not JSON"), ("[]", "expected an object"), ("{}", "num_hidden_layers")],
+)
+def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, content: str | None, says: str) -> None:
+    file = tmp_path / "config.json"
+    if content is not None:
+        file.write_text(content)
+    result = CliRunner().invoke(
+        cli, ["plan", "--model", str(file), "--max-seq-len", "10", "--max-batch", "1", "--memory-gib", "1"]
+    )
+    assert result.exit_code == 1
+    assert says in result.stderr
+    assert str(file) in result.stderr
+
+
+def test_planning_loads_neither_torch_nor_ray() -> None:
+    code = (
+        "import sys, cluster.plan_command; "
+        "print([name for name in ('torch', 'ray', 'grpc') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
