@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from kvmanager.errors import PoolExhausted, SlotsExhausted
 from kvmanager.ids import RequestId, TransferId
 from kvmanager.ledger import KvLedger
+from transceiver.errors import TransceiverError, UnknownPeer
 from transceiver.port import Broke, Delivered, Landed, Pages, SendSpec, TransferPort
 from workers.admission import check_pool, check_prompt, check_sampling
 from workers.decode import DecodeLoop
@@ -24,6 +25,7 @@ from workers.errors import (
     AdmissionTimeout,
     InvalidRequest,
     Overloaded,
+    PeerUnknown,
     RequestCancelled,
     TransferBroke,
     WorkerRefused,
@@ -173,22 +175,29 @@ class ContextEngine:
             except (PoolExhausted, SlotsExhausted):
                 return
             self._waiting.popleft()
-            pages = self.ledger.pages(request.request_id)
-            drafting = job.sequence.drafting
-            self.ledger.lease(request.request_id, job.transfer)
-            self._port.open(
-                SendSpec(
-                    transfer=job.transfer,
-                    peer=request.reservation.generation_epoch,
-                    num_tokens=job.sequence.num_prompt_tokens,
-                    source=pages,
-                    destination=Pages(request.reservation.target_pages, request.reservation.draft_pages),
-                    ship_draft=drafting and self._ship_draft,
-                    ttl_s=max(job.deadline_s - now_s, 0.0),
-                )
+            try:
+                self._open_transfer(job, now_s)
+            except TransceiverError as error:
+                self.ledger.free(request.request_id)
+                self._end(job, _refusal(error))
+
+    def _open_transfer(self, job: _ContextJob, now_s: float) -> None:
+        """Start shipping an admitted prompt; from here on the transfer co-owns its pages."""
+        reservation, request_id = job.request.reservation, job.request.request_id
+        self._port.open(
+            SendSpec(
+                transfer=job.transfer,
+                peer=reservation.generation_epoch,
+                num_tokens=job.sequence.num_prompt_tokens,
+                source=self.ledger.pages(request_id),
+                destination=Pages(reservation.target_pages, reservation.draft_pages),
+                ship_draft=job.sequence.drafting and self._ship_draft,
+                ttl_s=max(job.deadline_s - now_s, 0.0),
             )
-            self._transfers[job.transfer] = job
-            self._prefilling.append(job)
+        )
+        self.ledger.lease(request_id, job.transfer)
+        self._transfers[job.transfer] = job
+        self._prefilling.append(job)
 
     def _prefill(self, job: _ContextJob) -> None:
         sequence = job.sequence
@@ -243,3 +252,10 @@ class ContextEngine:
         if not job.ended:
             job.ended = True
             self._events.append(Refused(job.request.request_id, error))
+
+
+def _refusal(error: TransceiverError) -> WorkerRefused:
+    """Why a transfer could not even start. An unknown peer is worth a handshake and another try."""
+    if isinstance(error, UnknownPeer):
+        return PeerUnknown(str(error))
+    return TransferBroke(f"the KV transfer could not start: {error}")

@@ -21,7 +21,7 @@ from transceiver.port import Broke, Delivered, Landed, Pages, ReceiveSpec, Trans
 from workers.admission import check_lengths, check_sampling
 from workers.decode import DecodeLoop
 from workers.engine import Emitted, EngineCounters, EngineEvent, Granted, Refused
-from workers.errors import AdmissionTimeout, InvalidRequest, Overloaded, RequestCancelled
+from workers.errors import AdmissionTimeout, EngineFailed, InvalidRequest, Overloaded, RequestCancelled
 from workers.faults import Fault
 from workers.handoff import first_logprob
 from workers.limits import EngineLimits
@@ -127,7 +127,7 @@ class GenerationEngine:
     def fail_all(self, reason: str) -> list[EngineEvent]:
         """End every request with an error; pages of open transfers return when those are terminal."""
         for job in self._waiting:
-            self._events.append(Emitted(_error(job.request.request_id, reason)))
+            self._events.append(Refused(job.request.request_id, EngineFailed(reason)))
         self._waiting.clear()
         for transfer, job in self._transfers.items():
             if not job.cancelled:

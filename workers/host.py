@@ -155,6 +155,9 @@ class EngineHost:
         return done
 
     def stats(self) -> WorkerStats:
+        """Present figures. Raises EngineFailed once the engine has: a failed worker must not look alive."""
+        if self._failure is not None:
+            raise EngineFailed(f"the engine failed: {self._failure}")
         engine, usage = self._engine, self._engine.ledger.usage()
         counters, decode = engine.counters, engine.decode
         return WorkerStats(
