@@ -15,20 +15,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from cluster.answers import (
     AnswerEnd,
     AnswerEvent,
     AnswerRequest,
-    ChatPrompt,
     ModelLimits,
-    Prompt,
     Route,
-    TextPrompt,
-    TokenPrompt,
     Usage,
 )
 from cluster.assemble import Assembler
@@ -36,46 +32,32 @@ from cluster.errors import (
     ClusterFull,
     DeadlineOver,
     GatewayStopping,
-    InvalidArgument,
     NoWorkerReady,
     RequestError,
     WorkerLost,
     from_worker,
 )
+from cluster.intake import Intake, Tokenizer
 from cluster.link import LinkState, LinkTimes, WorkerAddress, WorkerLink
+from cluster.live import LiveRequest
 from cluster.membership import Membership, facts_of
 from cluster.routing import NoRoute, choose_aggregated, choose_split
-from cluster.validate import check_model, check_prompt_given, check_prompt_tokens, sampling_of
 from cluster.worker_client import WorkerUnreachable
 from kvmanager.ids import RequestId
 from workers.errors import WorkerRefused
 from workers.request import (
     PrefillRequest,
-    RequestOutput,
     ReserveRequest,
     Role,
     SamplingParams,
     SubmitRequest,
     TokenFrame,
 )
-from workers.tokenizer import TokenizerError
 
 LAST_FIGURES_WAIT_S = 2.0
 CANCEL_TIMEOUT_S = 5.0
 STOP_WAIT_S = 1.0
 RETRY_AFTER_S = 1.0
-# Tokenizing a longer text takes milliseconds, in which every other stream would stand still.
-INLINE_TEXT_CHARACTERS = 4096
-
-
-class Tokenizer(Protocol):
-    """What the gateway needs of `workers.tokenizer.Tokenizer`."""
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, token_ids: Sequence[int]) -> str: ...
-
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,55 +76,6 @@ class GatewayCounters:
     failed: int = 0
 
 
-class LiveRequest:
-    """One request between its acceptance and its end: a mailbox of outputs, and whom to tell when it is over."""
-
-    def __init__(self, request_id: RequestId, client_id: str) -> None:
-        self.request_id = request_id
-        self.client_id = client_id
-        self.holders: list[WorkerLink] = []
-        self.cancel_asked = False
-        self.failure: RequestError | None = None
-        self.landed = False  # tokens came: the decoding worker has all it needs of the context worker
-        self._outputs: list[RequestOutput] = []
-        self._wake = asyncio.Event()
-
-    def put(self, output: RequestOutput) -> None:
-        self._outputs.append(output)
-        self.landed = self.landed or bool(output.token_ids)
-        self._wake.set()
-
-    def fail(self, error: RequestError) -> None:
-        """The first failure wins; outputs that came before it are still delivered."""
-        if self.failure is None:
-            self.failure = error
-            self._wake.set()
-
-    def cancel(self) -> None:
-        self.cancel_asked = True
-        self._wake.set()
-
-    async def outputs(self, deadline_s: float | None) -> list[RequestOutput]:
-        """Wait for news, at most until `deadline_s` on the event loop's clock, and take all outputs."""
-        if deadline_s is None:
-            await self._wake.wait()
-        else:
-            async with asyncio.timeout_at(deadline_s):
-                await self._wake.wait()
-        self._wake.clear()
-        outputs, self._outputs = self._outputs, []
-        return outputs
-
-    def hold(self, link: WorkerLink) -> None:
-        self.holders.append(link)
-        link.live.add(self.request_id)
-
-    def let_go(self, link: WorkerLink) -> None:
-        if link in self.holders:
-            self.holders.remove(link)
-            link.live.discard(self.request_id)
-
-
 class Gateway:
     """Start it on the event loop that will call it. `new_id` and `new_seed` are its only sources of chance."""
 
@@ -159,8 +92,8 @@ class Gateway:
         self.counters = GatewayCounters()
         self.started_s = time.monotonic()
         self._tokenizer = tokenizer
+        self._intake = Intake(tokenizer, new_seed)
         self._new_id = new_id
-        self._new_seed = new_seed
         self._membership = Membership(workers, new_id(), settings.times, self._on_frame, self._on_lost)
         self._live: dict[RequestId, LiveRequest] = {}
         self._num_admitted = 0
@@ -246,12 +179,13 @@ class Gateway:
         route = route or self.settings.route
         try:
             with self._admission():
-                prompt_token_ids, sampling = await self._prepare(request, route)
+                prompt_token_ids, sampling = await self._intake.take(request, self.limits(route))
                 live = LiveRequest(RequestId(self._new_id()), request.client_id)
                 self._live[live.request_id] = live
                 legs = asyncio.create_task(
                     self._walk_legs(live, route, prompt_token_ids, sampling, deadline_s)
                 )
+                legs.add_done_callback(live.legs_ended)
                 assembler = Assembler(self._tokenizer.decode, request.stop, sampling.max_tokens)
                 try:
                     first_token_s: float | None = None
@@ -302,30 +236,6 @@ class Gateway:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._empty.wait()
-
-    async def _prepare(self, request: AnswerRequest, route: Route) -> tuple[tuple[int, ...], SamplingParams]:
-        limits = self.limits(route)
-        check_model(request, limits)
-        check_prompt_given(request)
-        prompt_token_ids = await self._tokenize(request.prompt)
-        check_prompt_tokens(prompt_token_ids, limits)
-        sampling = sampling_of(request, len(prompt_token_ids), limits, self._new_seed())
-        return prompt_token_ids, sampling
-
-    async def _tokenize(self, prompt: Prompt) -> tuple[int, ...]:
-        match prompt:
-            case TokenPrompt(token_ids=token_ids):
-                return token_ids
-            case TextPrompt(text=text):
-                if len(text) <= INLINE_TEXT_CHARACTERS:
-                    return tuple(self._tokenizer.encode(text))
-                return tuple(await asyncio.to_thread(self._tokenizer.encode, text))
-            case ChatPrompt(messages=messages):
-                chat = [{"role": role, "content": content} for role, content in messages]
-                try:
-                    return tuple(await asyncio.to_thread(self._tokenizer.apply_chat_template, chat))
-                except TokenizerError as error:
-                    raise InvalidArgument(str(error), field="prompt.chat") from error
 
     def _choose(self, route: Route) -> list[WorkerLink]:
         """The links of the route, the decoding worker first. Raises NoWorkerReady."""

@@ -99,6 +99,10 @@ class WorkerLink:
                     group.create_task(self._beat())
             except* (WorkerUnreachable, WorkerRefused) as troubles:
                 self.trouble = "; ".join(str(trouble) for trouble in troubles.exceptions)
+            except* Exception as bugs:
+                # The loop that owns the link must outlive whatever a frame or a callback does to it.
+                self.trouble = "; ".join(repr(bug) for bug in bugs.exceptions)
+                _log.exception("the link to worker %s failed", self.worker.name)
             if self.state is LinkState.READY:
                 retry_s = _FIRST_RETRY_S
                 self.state = LinkState.SUSPECT

@@ -10,13 +10,13 @@ process that it made is ended before it returns.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import signal
 import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from cluster.actors import DEFAULT_HOST
@@ -29,6 +29,8 @@ from workers.pairs import resolve_pair
 from workers.tokenizer import Tokenizer
 
 Answer = TypeVar("Answer")
+
+HEALTH_INTERVAL_S = 0.5
 
 
 def load_tokenizer(pair: str) -> Tokenizer:
@@ -53,7 +55,7 @@ def make_gateway(config: ClusterConfig, workers: Sequence[WorkerAddress], tokeni
     )
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def running_gateway(
     config: ClusterConfig, workers: Sequence[WorkerAddress], tokenizer: Tokenizer
 ) -> AsyncIterator[Gateway]:
@@ -92,9 +94,9 @@ async def serve(
             address = await door.start(config.listen)
             await door.serving(True)
             on_ready(address, time.monotonic() - started_s)
-            await stop.wait()
+            await _follow_health(door, gateway, stop)
         finally:
-            report("gateway", "stopping")
+            report("gateway", f"stopping; live requests get {config.drain_s:g} s to finish")
             await door.serving(False)
             await gateway.stop(config.drain_s)
             await door.stop(0.5)
@@ -117,6 +119,18 @@ def check_listen(listen: str) -> None:
             probe.bind((host.strip("[]"), int(port)))
         except OSError as error:
             raise OSError(f"cannot listen on {listen}: {error.strerror}") from error
+
+
+async def _follow_health(door: Door, gateway: Gateway, stop: asyncio.Event) -> None:
+    """Until `stop`: the health service says SERVING as long as requests can be routed."""
+    shown = True
+    while not stop.is_set():
+        if gateway.ready != shown:
+            shown = gateway.ready
+            await door.serving(shown)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HEALTH_INTERVAL_S):
+                await stop.wait()
 
 
 class _Stopped(Exception):

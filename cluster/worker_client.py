@@ -89,6 +89,8 @@ class WorkerClient:
                 yield wire.ATTACH.decode_answered(data)
         except grpc.aio.AioRpcError as error:
             raise self._error(error) from None
+        except msgspec.MsgspecError as error:
+            raise self._misunderstood(error) from error
         finally:
             stream.cancel()
 
@@ -97,9 +99,14 @@ class WorkerClient:
             data = await self._channel.unary_unary(call.path)(
                 call.encode(message), metadata=self._metadata, timeout=timeout_s
             )
+            return call.decode_answered(data)
         except grpc.aio.AioRpcError as error:
             raise self._error(error) from None
-        return call.decode_answered(data)
+        except msgspec.MsgspecError as error:
+            raise self._misunderstood(error) from error
+
+    def _misunderstood(self, error: msgspec.MsgspecError) -> WorkerUnreachable:
+        return WorkerUnreachable(self.address, f"it runs another version of Slipstream ({error})")
 
     def _error(self, error: Any) -> Exception:
         for key, value in error.trailing_metadata() or ():

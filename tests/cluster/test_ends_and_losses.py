@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any
 
+import grpc
 import pytest
 
 from cluster.answers import AnswerEnd, AnswerRequest, TextPrompt
 from cluster.errors import RequestError
 from cluster.gateway import Gateway
-from cluster.link import LinkState
-from cluster.worker_client import WorkerClient
+from cluster.link import LinkState, LinkTimes, WorkerAddress
+from cluster.membership import Membership, NotReady
+from cluster.worker_client import WorkerClient, WorkerUnreachable
+from cluster.worker_messages import SERVICE
 from cluster.worker_server import WorkerServer
 from kvmanager.ids import RequestId
 from tests.cluster.conftest import FakeCluster, StartCluster
 from tests.cluster.fake_worker import FakeHost
-from workers.errors import NotAttached
-from workers.request import SamplingParams, SubmitRequest
+from workers.errors import EngineFailed, NotAttached
+from workers.request import SamplingParams, SubmitRequest, WorkerStats
 
 
 async def started(
@@ -191,6 +195,64 @@ async def test_stopping_the_gateway_refuses_new_and_ends_live_requests(start_clu
         await first
     with pytest.raises(RequestError, match="shutting down"):
         await cluster.client.complete("ab")
+
+
+async def test_a_bug_on_the_way_ends_the_request_instead_of_hanging_it(
+    aggregated: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(aggregated.gateway, "_choose", broken)
+    with pytest.raises(RequestError, match="a bug"):
+        await aggregated.client.complete("ab")
+
+
+async def test_a_worker_whose_heartbeat_fails_is_suspect(aggregated: FakeCluster) -> None:
+    first, _ = await started(aggregated)
+    aggregated.hosts["aggregated-0"].stats = broken_stats  # type: ignore[method-assign]
+    with pytest.raises(RequestError, match="aggregated-0 was lost"):
+        await first
+
+
+def broken_stats() -> WorkerStats:
+    raise EngineFailed("no figures")
+
+
+async def test_a_port_that_accepts_and_never_answers_does_not_hang_the_start() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        membership = Membership(
+            [WorkerAddress("silent", "aggregated", address)],
+            "gateway",
+            LinkTimes(0.1, 0.2),
+            lambda link, frame: None,
+            lambda link, why: None,
+        )
+        membership.start()
+        try:
+            with pytest.raises(NotReady, match="silent"):
+                await membership.wait_ready(0.5)
+        finally:
+            await membership.close()
+
+
+async def test_a_worker_of_another_version_is_named_as_such() -> None:
+    async def answer(data: bytes, context: object) -> bytes:
+        return b"\x81\xa4role\x01"  # facts of a form that is not ours
+
+    server = grpc.aio.server()
+    handlers = {"Facts": grpc.unary_unary_rpc_method_handler(answer)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    client = WorkerClient(f"127.0.0.1:{port}", "gateway")
+    try:
+        with pytest.raises(WorkerUnreachable, match="another version"):
+            await client.facts(5.0)
+    finally:
+        await client.close()
+        await server.stop(0)
 
 
 async def test_one_gateway_may_send_requests_down_either_route(start_cluster: StartCluster) -> None:
