@@ -18,6 +18,7 @@ import click
 from rich.console import Console
 
 from cluster.config import ConfigError, load_config, server_address
+from cluster.version import VERSION
 
 # Commands of other modules: name → (where it is, what `--help` says of it).
 _LAZY_COMMANDS = {
@@ -50,7 +51,7 @@ class _Commands(click.Group):
 @click.group(
     cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
 )
-@click.version_option(package_name="slipstream-serve", prog_name="slipstream")
+@click.version_option(VERSION, prog_name="slipstream")
 def cli() -> None:
     """Split prefill/decode LLM serving that ships the drafter's context with the KV."""
 

@@ -190,7 +190,8 @@ def prepare_ray_environment(config: ClusterConfig) -> None:
     which changes how every later Ray of this user starts. Ray also runs workers at nice 15, where a busy machine
     starves them. The last variable keeps GPUs visible to actors that ask Ray for none.
     """
-    os.environ.setdefault("RAY_AUTH_MODE", config.ray_auth_mode)
+    if ray_address() is None:  # a Ray that runs already has settled this, and told its jobs
+        os.environ.setdefault("RAY_AUTH_MODE", config.ray_auth_mode)
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cluster.answers import (
@@ -152,6 +152,10 @@ class Gateway:
             eos_token_ids=decoding[0].eos_token_ids,
             dtype=decoding[0].dtype,
         )
+
+    def named(self, request: AnswerRequest) -> AnswerRequest:
+        """The request with an id that `cancel` knows it by; one that the client chose stays."""
+        return request if request.client_id else replace(request, client_id=self._new_id())
 
     def cancel(self, client_id: str) -> int:
         """End all live requests of this client id; returns how many. Unknown ids are no error."""

@@ -7,7 +7,6 @@ calls and cuts the open ones after the grace time. Every failure leaves as a sta
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -24,6 +23,7 @@ from cluster.convert import chunk_to_proto, end_to_proto, request_from_proto, wo
 from cluster.errors import RequestError, WorkerFailed, to_status
 from cluster.gateway import Gateway
 from cluster.rpc.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+from cluster.version import VERSION
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        asked = request_from_proto(request)
+        asked = self._gateway.named(request_from_proto(request))
         events = self._gateway.generate(asked, timeout_s=context.time_remaining())
         try:
             async with contextlib.aclosing(events):
@@ -104,7 +104,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return admin_pb2.GetClusterStateResponse(
             model=model,
             mode=gateway.settings.route,
-            version=importlib.metadata.version("slipstream-serve"),
+            version=VERSION,
             uptime_s=time.monotonic() - gateway.started_s,
             live_requests=gateway.num_live,
             max_live_requests=gateway.settings.max_live_requests,

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
 
+import grpc
 import pytest
 
 from cluster.answers import AnswerChunk, AnswerEnd
+from cluster.rpc.v1 import inference_pb2, inference_pb2_grpc
 from tests.cluster.conftest import FakeCluster, StartCluster
 from tests.cluster.fake_worker import FakeHost
 
@@ -126,6 +130,28 @@ async def test_two_live_requests_may_carry_the_same_client_id(cluster: FakeClust
         *(cluster.client.complete(prompt, max_tokens=30, client_id="same") for prompt in ("ab", "cd"))
     )
     assert [text[:4] for text, _ in answers] == ["abab", "cdcd"]
+
+
+async def test_a_request_without_an_id_gets_one_that_cancel_knows(cluster: FakeCluster) -> None:
+    async with grpc.aio.insecure_channel(cluster.address) as channel:
+        stub: Any = inference_pb2_grpc.InferenceStub(channel)
+        stream = stub.Generate(inference_pb2.GenerateRequest(text="ab"))
+        first = await stream.read()
+        assert first.request_id
+        for host in cluster.hosts.values():
+            host.hold.set()
+        assert await cluster.client.cancel(first.request_id) in (
+            0,
+            1,
+        )  # it may have ended by itself meanwhile
+        rest = [message async for message in _messages(stream)]
+        assert rest[-1].HasField("finish")
+        assert {message.request_id for message in rest} == {first.request_id}
+
+
+async def _messages(stream: Any) -> AsyncIterator[Any]:
+    while (message := await stream.read()) is not grpc.aio.EOF:
+        yield message
 
 
 async def test_workers_never_see_the_clients_id(cluster: FakeCluster) -> None:
