@@ -2,7 +2,8 @@
 
 A `LoopbackHub` joins the workers of one process and plays the link: time is the latest that any poll has told it, and
 chance comes from its seed, so a history repeats exactly. A write copies its bytes when its delay is over, whether its
-worker polls or not, as a network card would: a receiver that re-uses pages too early sees them change.
+worker polls or not, as a network card would: a receiver that re-uses pages too early sees them change. A cancelled
+write still lands, unreported, because a real one may.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class _Worker:
     pools: Pools
     messages: list[tuple[float, int, WorkerEpoch, bytes]] = field(default_factory=list)
     pending: dict[WriteId, tuple[float, Write]] = field(default_factory=dict)
+    cancelled: set[WriteId] = field(default_factory=set)
     ended: list[WriteEnded] = field(default_factory=list)
     lost: list[tuple[WorkerEpoch, str]] = field(default_factory=list)
 
@@ -99,8 +101,8 @@ class LoopbackHub:
     def cancel(self, source: WorkerEpoch, write: WriteId) -> None:
         with self._lock:
             sender = self._workers.get(source)
-            if sender is not None:
-                sender.pending.pop(write, None)
+            if sender is not None and write in sender.pending:
+                sender.cancelled.add(write)
 
     def cancel_all(self, source: WorkerEpoch, peer: WorkerEpoch) -> None:
         with self._lock:
@@ -127,15 +129,22 @@ class LoopbackHub:
             if due_s > self._now_s:
                 continue
             del sender.pending[key]
-            receiver = self._workers.get(write.peer)
-            if receiver is None:
-                sender.ended.append(WriteEnded(key, "the peer is gone"))
-                sender.lost.append((write.peer, "the peer is gone"))
-            elif self._random.random() < self.faults.write_failure:
-                sender.ended.append(WriteEnded(key, "injected fault"))
+            failure = self._land(sender, write)
+            if key in sender.cancelled:
+                sender.cancelled.discard(key)
             else:
-                _copy(sender.pools, receiver.pools, write)
-                sender.ended.append(WriteEnded(key))
+                sender.ended.append(WriteEnded(key, failure))
+
+    def _land(self, sender: _Worker, write: Write) -> str | None:
+        """Copy the pages; returns why not, if not."""
+        receiver = self._workers.get(write.peer)
+        if receiver is None:
+            sender.lost.append((write.peer, "the peer is gone"))
+            return "the peer is gone"
+        if self._random.random() < self.faults.write_failure:
+            return "injected fault"
+        _copy(sender.pools, receiver.pools, write)
+        return None
 
 
 class LoopbackTransport:
