@@ -83,12 +83,15 @@ class NixlTransport:
     def __init__(self, epoch: WorkerEpoch, pools: Pools) -> None:
         self._pools = pools
         self._agent, self._errors = _make_agent(epoch)
-        self._registrations = [
-            self._agent.register_memory(_rows([(r.address, r.size_bytes, r.device or 0)]), _memory(r))
-            for r in _regions(pools)
-        ]
-        self._metadata = self._agent.get_agent_metadata()
-        self._local = self._prepare("NIXL_INIT_AGENT", pools)
+        try:
+            self._registrations = [
+                self._agent.register_memory(_rows([(r.address, r.size_bytes, r.device or 0)]), _memory(r))
+                for r in _regions(pools)
+            ]
+            self._metadata = self._agent.get_agent_metadata()
+            self._local = self._prepare("NIXL_INIT_AGENT", pools)
+        except self._errors as error:
+            raise TransportError(f"NIXL cannot register the pools: {error}") from error
         self._peers: dict[WorkerEpoch, _Peer] = {}
         self._in_flight: dict[WriteId, tuple[WorkerEpoch, _Handle]] = {}
         self._ended: list[WriteEnded] = []
@@ -105,13 +108,18 @@ class NixlTransport:
         self.remove_peer(hello.epoch)
         try:
             name = self._agent.add_remote_agent(hello.metadata)
-            named = name.decode() if isinstance(name, bytes) else name
-            if named != hello.epoch:
-                self._agent.remove_remote_agent(named)
-                raise TransportError(f"worker {hello.epoch} presents the metadata of agent {named}")
-            remote = self._prepare(hello.epoch, hello.pools)
         except self._errors as error:
             raise TransportError(f"NIXL refuses the metadata of worker {hello.epoch}: {error}") from error
+        named = name.decode() if isinstance(name, bytes) else name
+        forget = partial(self._agent.remove_remote_agent, named)
+        if named != hello.epoch:
+            self._quietly(forget)
+            raise TransportError(f"worker {hello.epoch} presents the metadata of agent {named}")
+        try:
+            remote = self._prepare(hello.epoch, hello.pools)
+        except self._errors as error:
+            self._quietly(forget)
+            raise TransportError(f"NIXL cannot reach the pools of worker {hello.epoch}: {error}") from error
         self._peers[hello.epoch] = _Peer(remote, hello.pools.target.num_pages)
 
     def remove_peer(self, peer: WorkerEpoch) -> None:

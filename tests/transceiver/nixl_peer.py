@@ -1,0 +1,75 @@
+"""A receiving worker in a process of its own, driven over a pipe by the tests of the NIXL transport."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+from kvmanager.ids import WorkerEpoch
+from tests.transceiver.small_worker import FINGERPRINT, Memory
+from transceiver.endpoint import Identity
+from transceiver.port import ReceiveSpec, SendSpec, TransferEvent
+from transceiver.pump import Pump, nixl_port
+from transceiver.records import Timing
+
+TIMING = Timing(grace_s=0.3)
+NUM_PAGES = 64
+
+
+@dataclass
+class NixlWorker:
+    memory: Memory
+    port: Pump
+
+
+def start(name: str, fill_seed: int | None) -> NixlWorker:
+    memory = Memory(NUM_PAGES, fill_seed)
+    identity = Identity(WorkerEpoch(name), "any", FINGERPRINT)
+    return NixlWorker(memory, nixl_port(identity, memory.pools, timing=TIMING))
+
+
+def wait_for(port: Pump, timeout_s: float = 10.0) -> TransferEvent:
+    give_up_s = time.monotonic() + timeout_s
+    while time.monotonic() < give_up_s:
+        events = port.poll(time.monotonic())
+        if events:
+            return events[0]
+        time.sleep(0.001)
+    raise AssertionError("no event")
+
+
+def serve(conn: Connection, name: str, fill_seed: int | None) -> None:
+    """Answer ("hello",), ("connect", bytes), ("expect" | "open", spec), ("push", t, n), ("finish", t, handoff),
+    ("wait",) → event, ("pages", pool, ids) → bytes, ("close",).
+    """
+    worker = start(name, fill_seed)
+    port = worker.port
+    while True:
+        command, *arguments = conn.recv()
+        answer: object = None
+        match command, arguments:
+            case "hello", []:
+                answer = port.hello()
+            case "connect", [bytes(hello)]:
+                port.connect(hello)
+            case "expect", [ReceiveSpec() as spec]:
+                port.expect(spec)
+            case "open", [SendSpec() as spec]:
+                port.open(spec)
+            case "push", [transfer, end_position]:
+                port.push(transfer, end_position)
+            case "finish", [transfer, handoff]:
+                port.finish(transfer, handoff)
+            case "wait", []:
+                answer = wait_for(port)
+            case "pages", [str(pool), list(ids)]:
+                answer = getattr(worker.memory, pool)[ids].tobytes()
+            case "close", []:
+                port.check()
+                port.close()
+                conn.send(None)
+                return
+            case _:
+                raise ValueError(f"unknown command {command}")
+        conn.send(answer)
