@@ -17,6 +17,8 @@ from torch import Tensor
 
 # The layout oneDNN picks for a few rows or more also serves one row at full speed; the reverse does not hold.
 _ROWS_LAID_OUT_FOR = 16
+# Beyond this many inputs oneDNN sums a lone row in another order than the same row among others.
+_INPUTS_SUMMED_ALIKE = 1024
 
 
 class Linear:
@@ -34,6 +36,8 @@ class Linear:
             return F.linear(x_TI, self._weight, self._bias)
         if x_TI.requires_grad and torch.is_grad_enabled():  # the fast product has no derivative
             return F.linear(x_TI, self.dense_weight(), self._bias)
+        if x_TI.shape[0] == 1 and self.in_features > _INPUTS_SUMMED_ALIKE:
+            return self(torch.cat((x_TI, x_TI)))[:1]
         product = torch.ops.mkldnn._linear_pointwise(x_TI, self._weight, self._bias, "none", [], "")
         return cast(Tensor, product)
 

@@ -31,7 +31,8 @@ class KvStorage:
         self.num_pages = num_pages
         self.dtype = dtype
         self.size_bytes = num_pages * geometry.page_bytes
-        raw = torch.zeros(self.size_bytes + _ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
+        with torch.inference_mode(False):  # so that pages may be written inside and outside of it
+            raw = torch.zeros(self.size_bytes + _ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
         skip = -raw.data_ptr() % _ALIGNMENT_BYTES
         self.pool = raw[skip : skip + self.size_bytes].view(dtype).view(geometry.pool_shape(num_pages))
 

@@ -7,11 +7,16 @@ group are padded with their own position 0 and masked, so what lies in unused pa
 even NaN. Prompts that start at position 0 in this step attend to their fresh keys and values directly,
 without the way through the pool.
 
+A query's result should not depend on what shares its step, so that a token scores the same, bit for bit,
+whether it is decoded alone, verified in a draft block, or batched with other requests. Products and softmax
+are shaped for that (the constants below say how; found for float32 on AVX2, where together with
+`drafter.linear` whole steps repeat exactly). Elsewhere the difference is rounding.
+
     the pool as rows of head_dim:   row(page, layer, kv, head, offset)
         = (((page * layers + layer) * 2 + kv) * heads + head) * page_size + offset
 
 Shapes: T tokens of the step; B requests of a group, Q queries of each, S gathered positions; N kv heads, G
-query heads per kv head, D head_dim.
+query heads per kv head, D head_dim; X = B * N, R = Q * G rows of a product.
 """
 
 from __future__ import annotations
@@ -24,9 +29,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafter.attention import AttentionPlan
+from workers.attention.grouping import grouped
 from workers.storage import KvStorage
 
-_MAX_PADDING = 2  # a group gathers at most this many times the positions its requests have
+_MAX_GATHER_BYTES = (
+    1 << 20
+)  # of one group, unless a single request has more: it should stay in the core's cache
+# MKL sums products of fewer than four rows in another order than products of four or more.
+_MIN_ROWS = 4
+# It sums over positions in blocks of 192, but halves what lies between 192 and 384.
+_POSITIONS_PER_SUM = 192
+# A softmax over a few positions takes another path than one that is masked down to them.
+_MIN_POSITIONS = 32
 
 
 @dataclass(slots=True)
@@ -77,18 +91,17 @@ class TorchPagedAttention:
         geometry = storage.geometry
         self._geometry = geometry
         self._device = storage.device
+        self._dtype = storage.dtype
         rows = storage.pool.view(-1, geometry.head_dim)
-        self._rows_per_plane = (
-            geometry.num_kv_heads * geometry.page_size
-        )  # one layer's K, or its V, of a page
+        self._rows_per_plane = geometry.num_kv_heads * geometry.page_size  # one layer's K, or V, of a page
         self._rows_per_page = geometry.num_layers * 2 * self._rows_per_plane
         # Planes start at their first row, so one set of row numbers serves all layers.
         self._planes = [rows[start * self._rows_per_plane :] for start in range(geometry.num_layers * 2)]
-        self._num_pages = storage.num_pages
         self._scale = geometry.head_dim**-0.5
-        self._head_rows_N1 = (torch.arange(geometry.num_kv_heads) * geometry.page_size)[:, None].to(
-            self._device
-        )
+        head_rows = torch.arange(geometry.num_kv_heads) * geometry.page_size
+        self._head_rows_N1 = head_rows[:, None].to(self._device)
+        bytes_per_position = 2 * geometry.num_kv_heads * geometry.head_dim * geometry.element_bytes
+        self._max_positions = _MAX_GATHER_BYTES // bytes_per_position
 
     def plan(
         self, page_rows: Tensor, q_lens: Sequence[int], kv_lens: Sequence[int], causal: bool
@@ -139,56 +152,56 @@ class TorchPagedAttention:
         return _attend_gathered(q_THD * self._scale, k_XSD, v_XSD, group)
 
     def _groups(self, plan: TorchPlan) -> list[_Group]:
-        """Group the step's requests by query count, and lay out what each group reads."""
-        starts: list[int] = []
-        total = 0
+        """Group the step's requests, and lay out what each group reads."""
+        starts = [0]
         for q_len in plan.q_lens:
-            starts.append(total)
-            total += q_len
+            starts.append(starts[-1] + q_len)
         groups: list[_Group] = []
-        for members in _grouped(plan.q_lens, plan.kv_lens):
+        for members in grouped(plan.q_lens, plan.kv_lens, max_positions=self._max_positions):
             num_queries = plan.q_lens[members[0]]
             tokens: slice | Tensor
             if members == list(range(members[0], members[-1] + 1)):
-                tokens = slice(starts[members[0]], starts[members[-1]] + num_queries)
+                tokens = slice(starts[members[0]], starts[members[-1] + 1])
             else:
                 picked = [starts[member] + offset for member in members for offset in range(num_queries)]
                 tokens = torch.tensor(picked, device=self._device)
-            from_zero = (
-                plan.causal and num_queries > 1 and all(plan.kv_lens[m] == num_queries for m in members)
+            group = _Group(
+                num_requests=len(members),
+                num_queries=num_queries,
+                tokens=tokens,
+                from_zero=plan.causal and num_queries > 1 and plan.kv_lens[members[0]] == num_queries,
             )
-            group = _Group(len(members), num_queries, tokens, from_zero)
-            if not from_zero:
+            if not group.from_zero:
                 self._lay_out(group, members, plan)
             groups.append(group)
         return groups
 
     def _lay_out(self, group: _Group, members: list[int], plan: TorchPlan) -> None:
+        """Decide which rows the group gathers, and which of its positions each query sees."""
         device = self._device
         lens = [plan.kv_lens[member] for member in members]
-        group.num_positions = max(lens)
+        group.num_positions = max(*lens, _MIN_POSITIONS)
         everyone = len(members) == len(plan.q_lens)
-        pages = plan.page_rows if everyone else plan.page_rows[torch.tensor(members, device=device)]
+        pages = plan.page_rows[torch.tensor(members, device=device)] if not everyone else plan.page_rows
         position_S = torch.arange(group.num_positions, device=device)
         kv_len_B1 = torch.tensor(lens, device=device)[:, None]
         ragged = min(lens) < group.num_positions
         position_BS = position_S.expand(len(members), -1)
         if ragged:
             position_BS = torch.where(position_S < kv_len_B1, position_BS, 0)
-        first_rows_BS = self._first_rows(
-            pages.gather(1, position_BS // self._geometry.page_size), position_BS
-        )
-        k_rows_BNS = first_rows_BS[:, None, :] + self._head_rows_N1
+        page_BS = pages.gather(1, position_BS // self._geometry.page_size)
+        k_rows_BNS = self._first_rows(page_BS, position_BS)[:, None, :] + self._head_rows_N1
         group.gather = torch.stack((k_rows_BNS, k_rows_BNS + self._rows_per_plane)).view(-1)
         if ragged or (plan.causal and group.num_queries > 1):
-            last_seen_BQ1 = (kv_len_B1 - 1).expand(-1, group.num_queries)[:, :, None]
-            if plan.causal:
-                last_seen_BQ1 = (
-                    last_seen_BQ1 - torch.arange(group.num_queries - 1, -1, -1, device=device)[:, None]
-                )
-            hidden = position_S > last_seen_BQ1
-            group.mask_BQS = torch.zeros(hidden.shape, dtype=self._planes[0].dtype, device=device)
-            group.mask_BQS.masked_fill_(hidden, float("-inf"))
+            group.mask_BQS = self._mask(group, kv_len_B1, position_S, plan.causal)
+
+    def _mask(self, group: _Group, kv_len_B1: Tensor, position_S: Tensor, causal: bool) -> Tensor:
+        last_seen_BQ = (kv_len_B1 - 1).expand(-1, group.num_queries)
+        if causal:  # the query before a request's last sees one position less, and so on
+            last_seen_BQ = last_seen_BQ - torch.arange(group.num_queries - 1, -1, -1, device=self._device)
+        unseen_BQS = position_S > last_seen_BQ[:, :, None]
+        mask_BQS = torch.zeros(unseen_BQS.shape, dtype=self._dtype, device=self._device)
+        return mask_BQS.masked_fill_(unseen_BQS, float("-inf"))
 
     def _first_rows(self, pages: Tensor, positions: Tensor) -> Tensor:
         """The row, within a plane, of kv head 0 at each position."""
@@ -214,40 +227,36 @@ def _own(plan: AttentionPlan) -> TorchPlan:
     return plan
 
 
-def _grouped(q_lens: Sequence[int], kv_lens: Sequence[int]) -> list[list[int]]:
-    """Requests with equal q_lens, split further where padding to the longest would gather too much."""
-    by_queries: dict[int, list[int]] = {}
-    for request, q_len in enumerate(q_lens):
-        by_queries.setdefault(q_len, []).append(request)
-    groups: list[list[int]] = []
-    for q_len, members in by_queries.items():
-        lens = [kv_lens[member] for member in members]
-        uneven = max(lens) * len(lens) > _MAX_PADDING * sum(lens)
-        if not uneven and not (any(n == q_len for n in lens) and any(n != q_len for n in lens)):
-            groups.append(members)
-            continue
-        by_length: dict[tuple[bool, int], list[int]] = {}
-        for member in members:
-            key = (kv_lens[member] == q_len, kv_lens[member].bit_length())
-            by_length.setdefault(key, []).append(member)
-        groups.extend(by_length.values())
-    return groups
-
-
 def _attend_gathered(q_THD: Tensor, k_XSD: Tensor, v_XSD: Tensor, group: _Group) -> Tensor:
     """Scaled queries [B * Q, N * G, D] over gathered keys and values [B * N, S, D]."""
-    num_tokens, heads, head_dim = q_THD.shape
     batch, queries = group.num_requests, group.num_queries
     kv_heads = k_XSD.shape[0] // batch
-    shared = heads // kv_heads
-    folded = q_THD.view(batch, queries, kv_heads, shared, head_dim).permute(0, 2, 1, 3, 4)
-    scores_XRS = torch.bmm(folded.reshape(-1, queries * shared, head_dim), k_XSD.transpose(1, 2))
+    shared, head_dim = q_THD.shape[1] // kv_heads, q_THD.shape[2]
+    folded = q_THD.view(batch, queries, kv_heads, shared, head_dim).transpose(1, 2)
+    rows_XRD = folded.reshape(-1, queries * shared, head_dim)
+    num_rows = rows_XRD.shape[1]
+    if num_rows < _MIN_ROWS:  # the added rows' results are dropped
+        rows_XRD = F.pad(rows_XRD, (0, 0, 0, _MIN_ROWS - num_rows))
+    scores_XRS = torch.bmm(rows_XRD, k_XSD.transpose(1, 2))[:, :num_rows]
     if group.mask_BQS is not None:
-        scores = scores_XRS.view(batch, kv_heads, queries, shared, -1)
-        scores += group.mask_BQS[:, None, :, None, :]
-    weights = torch.softmax(scores_XRS, dim=-1)
-    out = torch.bmm(weights, v_XSD).view(batch, kv_heads, queries, shared, head_dim)
-    return out.permute(0, 2, 1, 3, 4).reshape(num_tokens, heads, head_dim)
+        scores_XRS.view(batch, kv_heads, queries, shared, -1).add_(group.mask_BQS[:, None, :, None, :])
+    out_XRD = _weighted(torch.softmax(scores_XRS, dim=-1), v_XSD)
+    by_query = out_XRD.view(batch, kv_heads, queries, shared, head_dim).transpose(1, 2)
+    return by_query.reshape(q_THD.shape)
+
+
+def _weighted(weights_XRS: Tensor, v_XSD: Tensor) -> Tensor:
+    """Values summed over positions by weight, [X, R, D]."""
+    num_rows, positions = weights_XRS.shape[1:]
+    if num_rows < _MIN_ROWS:
+        weights_XRS = F.pad(weights_XRS, (0, 0, 0, _MIN_ROWS - num_rows))
+    first = _POSITIONS_PER_SUM
+    if first < positions < 2 * first:
+        head = torch.bmm(weights_XRS[:, :, :first], v_XSD[:, :first])
+        out = torch.baddbmm(head, weights_XRS[:, :, first:], v_XSD[:, first:])
+    else:
+        out = torch.bmm(weights_XRS, v_XSD)
+    return out[:, :num_rows]
 
 
 def _attend_fresh(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, num_requests: int) -> Tensor:
