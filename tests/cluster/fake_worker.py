@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from kvmanager.ids import PageId, RequestId, TransferId, WorkerEpoch
 from workers.config import WorkerConfig
-from workers.errors import HandshakeFailed, PeerUnknown, RequestCancelled, WorkerRefused
+from workers.errors import HandshakeFailed, ModelMismatch, PeerUnknown, RequestCancelled, WorkerRefused
 from workers.request import (
     Prefilled,
     PrefillRequest,
@@ -260,6 +260,14 @@ class FakeHost:
         if job is not None and self._sink is not None:
             output = RequestOutput(request_id=request_id, finish_reason="cancelled", stats=_stats(job))
             self._sink(TokenFrame((output,)))
+
+
+class RefusingHost:
+    """A worker whose checkpoint is broken."""
+
+    @classmethod
+    def load(cls, config: WorkerConfig) -> RefusingHost:
+        raise ModelMismatch("tensor lm_head.weight is missing", field="pair")
 
 
 def _stats(job: _Job) -> RequestStats:

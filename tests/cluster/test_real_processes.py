@@ -19,6 +19,7 @@ from cluster.errors import RequestError
 pytestmark = pytest.mark.ray
 
 FAKE = "tests.cluster.fake_worker:FakeHost"
+REFUSING = "tests.cluster.fake_worker:RefusingHost"
 START_TIMEOUT_S = 90.0
 
 
@@ -52,7 +53,7 @@ def processes_of(home: Path, session: int) -> list[str]:
 class Served:
     """A running `slipstream serve` of one aggregated fake worker."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, host_factory: str) -> None:
         self.home = home
         self.log = home / "serve.log"
         command = [
@@ -67,7 +68,7 @@ class Served:
         ]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [*command, "--host-factory", FAKE],
+                [*command, "--host-factory", host_factory],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment(home),
@@ -97,11 +98,11 @@ class Served:
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[Served]:
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     # Ray puts sockets below this path, and their paths are limited to 107 bytes.
     home = Path("/tmp") / f"slip-{os.getpid()}-{time.monotonic_ns() % 100_000}"
     home.mkdir()
-    served = Served(home)
+    served = Served(home, getattr(request, "param", FAKE))
     yield served
     if served.process.poll() is None:
         served.process.kill()
@@ -119,7 +120,7 @@ def test_it_answers_and_ends_cleanly_on_ctrl_c_with_a_request_in_flight(served: 
         assert (
             len(processes_of(served.home, served.process.pid)) > 5
         )  # what must be gone afterwards is seen now
-        served.process.send_signal(signal.SIGINT)
+        os.killpg(served.process.pid, signal.SIGINT)  # a terminal sends Ctrl-C to the whole group
         try:
             for _ in events:
                 pass
@@ -129,6 +130,16 @@ def test_it_answers_and_ends_cleanly_on_ctrl_c_with_a_request_in_flight(served: 
     served.assert_gone()
     assert [path.name for path in served.home.iterdir() if path.name.startswith("slipstream-")] == []
     assert not (served.home / ".ray" / "auth_token").exists()
+
+
+@pytest.mark.parametrize("served", [REFUSING], indirect=True)
+def test_a_worker_that_may_not_start_is_named_with_its_reason(served: Served) -> None:
+    assert served.process.wait(timeout=START_TIMEOUT_S) == 1
+    log = served.log.read_text()
+    assert "worker aggregated-0 refused to start: tensor lm_head.weight is missing" in log
+    assert "FAILED_PRECONDITION, field pair" in log
+    assert "Traceback" not in log
+    served.assert_gone()
 
 
 def test_sigterm_while_starting_leaves_no_process(served: Served) -> None:
