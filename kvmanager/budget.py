@@ -5,7 +5,9 @@ number of tokens. What the memory holds is affine in that number:
 
     bytes(tokens) = slope x tokens + intercept
     slope         = bytes per token of target + bytes per token of draft
-    intercept     = the dummy page of each pool + both page tables + staging
+    intercept     = the dummy page of each pool + each pool's page table + staging
+
+With unified pages there is one pool and one table, and its pages hold both models' bytes.
 
 The drafter is sized by the runtime `max_seq_len`, as the target is, and there is no dense arena.
 """
@@ -16,7 +18,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from kvmanager.errors import BudgetInfeasible, InvalidCount
-from kvmanager.layout import KvGeometry
+from kvmanager.layout import DraftKv, KvGeometry, require_unifiable
 from kvmanager.manager import BatchLimits
 
 TABLE_ENTRY_BYTES = 4  # int32
@@ -30,8 +32,11 @@ class KvDemand:
     draft: KvGeometry | None
     limits: BatchLimits
     staging_bytes: int = 0
+    draft_kv: DraftKv = "mirrored"
 
     def __post_init__(self) -> None:
+        if self.unified and self.draft is not None:
+            require_unifiable(self.target, self.draft)
         if self.staging_bytes < 0:
             raise InvalidCount("staging_bytes", self.staging_bytes, 0)
 
@@ -40,17 +45,27 @@ class KvDemand:
         return (self.target,) if self.draft is None else (self.target, self.draft)
 
     @property
+    def unified(self) -> bool:
+        """Whether the drafter's layers lie in the target's pages; without a drafter there is nothing to unify."""
+        return self.draft_kv == "unified" and self.draft is not None
+
+    @property
+    def pools(self) -> tuple[KvGeometry, ...]:
+        """The geometries that have pool and page table of their own."""
+        return self.geometries[:1] if self.unified else self.geometries
+
+    @property
     def bytes_per_token(self) -> int:
         """The slope: KV bytes of one position, target and draft together."""
         return sum(geometry.bytes_per_token for geometry in self.geometries)
 
     @property
     def table_bytes(self) -> int:
-        """Both page tables, the dummy row included."""
+        """Every pool's page table, the dummy row included."""
         rows = self.limits.max_batch + 1
         return sum(
             rows * geometry.pages_for(self.limits.max_positions) * TABLE_ENTRY_BYTES
-            for geometry in self.geometries
+            for geometry in self.pools
         )
 
     @property
@@ -102,7 +117,7 @@ def plan_from_memory(demand: KvDemand, budget_bytes: int) -> PagePlan:
         )
     num_tokens = (budget_bytes - demand.fixed_bytes) // demand.bytes_per_token
     target_pages = num_tokens // demand.target.page_size
-    if demand.draft is None:
+    if demand.draft is None or demand.unified:
         return plan_from_pages(demand, num_target_pages=target_pages + 1, num_draft_pages=0)
     draft_pages = num_tokens // demand.draft.page_size
     # Rounding down to whole pages may cost a pool the last page of the one request that must fit. The check
@@ -120,14 +135,18 @@ def plan_from_memory(demand: KvDemand, budget_bytes: int) -> PagePlan:
 
 
 def plan_from_pages(demand: KvDemand, *, num_target_pages: int, num_draft_pages: int) -> PagePlan:
-    """Price explicit page counts, dummy pages included.
+    """Price explicit page counts, dummy pages included. Unified pages count as target pages.
 
     BudgetInfeasible for counts that do not hold one request of max_seq_len.
     """
     positions = demand.limits.max_positions
     counts = [("target", demand.target, num_target_pages)]
-    if demand.draft is not None:
+    if demand.draft is not None and not demand.unified:
         counts.append(("draft", demand.draft, num_draft_pages))
+    elif num_draft_pages and demand.unified:
+        raise BudgetInfeasible(
+            f"{num_draft_pages} draft pages were asked for, but the drafter's layers lie in the target's pages"
+        )
     elif num_draft_pages:
         raise BudgetInfeasible(f"{num_draft_pages} draft pages were asked for, but there is no drafter")
     for name, geometry, num_pages in counts:
@@ -138,12 +157,15 @@ def plan_from_pages(demand: KvDemand, *, num_target_pages: int, num_draft_pages:
                 f"{demand.limits.max_seq_len} (+ {demand.limits.lookahead} look-ahead) needs {need}, "
                 "the dummy page included"
             )
+    draft_bytes = 0
+    if demand.draft is not None:
+        draft_bytes = (num_target_pages if demand.unified else num_draft_pages) * demand.draft.page_bytes
     return PagePlan(
         num_target_pages=num_target_pages,
         num_draft_pages=num_draft_pages,
         num_tokens=min((num_pages - 1) * geometry.page_size for _, geometry, num_pages in counts),
         target_bytes=num_target_pages * demand.target.page_bytes,
-        draft_bytes=num_draft_pages * demand.draft.page_bytes if demand.draft is not None else 0,
+        draft_bytes=draft_bytes,
         table_bytes=demand.table_bytes,
         staging_bytes=demand.staging_bytes,
     )

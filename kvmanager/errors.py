@@ -186,6 +186,10 @@ class LeaseExpired(TransferError):
         return f"the lease of transfer {self.transfer!r} has expired"
 
 
+class LayoutRefused(KvError, ValueError):
+    """Pages that cannot be laid out, or read, as asked: a guess would read other tokens' keys and values."""
+
+
 class ConfigFieldError(KvError, ValueError):
     """A checkpoint's config.json lacks a field that sizing needs, or holds a value that cannot be."""
 

@@ -11,6 +11,8 @@ PageId = NewType("PageId", int)
 SlotId = NewType("SlotId", int)
 WorkerEpoch = NewType("WorkerEpoch", str)
 """One uuid per worker process incarnation."""
+PageKey = NewType("PageKey", bytes)
+"""What a full page of a prompt holds, and everything before it: see `kvmanager.prefix`."""
 
 DUMMY_PAGE = PageId(0)
 """The page of every pool that padding rows write to and read from. No request ever owns it."""
@@ -30,5 +32,12 @@ class TransferOwner:
     transfer: TransferId
 
 
-Owner = RequestOwner | TransferOwner
+@dataclass(frozen=True, slots=True)
+class CacheOwner:
+    """The prefix cache holds the page: from its insertion until its eviction."""
+
+    key: PageKey
+
+
+Owner = RequestOwner | TransferOwner | CacheOwner
 """Distinct types, so that a request and a transfer of the same name are two owners."""

@@ -1,27 +1,32 @@
 """The one object that engines talk to: target manager and draft manager, moved together.
 
 Life of a request: `reserve` binds one slot in both managers and takes pages for all its tokens and the
-look-ahead -> `commit` sets both lengths -> on a context worker, `lease` makes the transfer a co-owner and
+look-ahead, the first of them from the prefix cache where it has them -> `commit` sets both lengths ->
+`remember` leaves its full pages to the cache -> on a context worker, `lease` makes the transfer a co-owner and
 `release_index_slot` frees the row -> `free` -> `end_lease` when the transfer is terminal. A call that raises
 leaves nothing behind.
+
+Pages that the cache alone holds are evicted before a reservation is refused, so they count as free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from kvmanager.errors import InvalidCount, LeaseExists, LedgerCorrupt, TooLong
-from kvmanager.ids import PageId, RequestId, SlotId, TransferId, TransferOwner
-from kvmanager.layout import KvGeometry
+from kvmanager.errors import InvalidCount, LayoutRefused, LeaseExists, LedgerCorrupt, TooLong
+from kvmanager.ids import PageId, PageKey, RequestId, RequestOwner, SlotId, TransferId, TransferOwner
+from kvmanager.layout import DraftKv, KvGeometry
 from kvmanager.lease import NO_DEADLINE, LeaseBook
 from kvmanager.manager import BatchLimits, DraftKvManager, KvManager, TargetKvManager
+from kvmanager.prefix import PrefixCache
+from kvmanager.unified import UnifiedDraftKv
 
 
 @dataclass(frozen=True, slots=True)
 class RequestPages:
-    """A request's pages in position order. `draft` is empty without a drafter."""
+    """A request's pages in position order. `draft` is empty unless the drafter has a pool of its own."""
 
     target: tuple[PageId, ...]
     draft: tuple[PageId, ...]
@@ -29,7 +34,11 @@ class RequestPages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerUsage:
-    """Occupancy now. Free pages leave out the dummy page, so in use + free + 1 = the pool's pages."""
+    """Occupancy now. Free pages leave out the dummy page, so in use + free + 1 = the pool's pages.
+
+    In use: owned by requests or transfers. `cached_pages` of the free pages of each pool hold what the prefix
+    cache keeps until a reservation wants them; they leave nothing behind, so usages compare equal without them.
+    """
 
     requests: int
     slots_in_use: int
@@ -40,6 +49,7 @@ class LedgerUsage:
     draft_pages_in_use: int
     draft_pages_free: int
     leases: int
+    cached_pages: int = field(default=0, compare=False)
 
     @property
     def target_pages(self) -> int:
@@ -53,7 +63,7 @@ class LedgerUsage:
 
 
 class KvLedger:
-    """Target manager + mirrored draft manager.
+    """Target manager + draft manager, mirrored or unified, + prefix cache.
 
     Page 0 of each pool is the dummy slot's and is never handed out.
     """
@@ -68,20 +78,46 @@ class KvLedger:
         max_batch: int,
         max_seq_len: int,
         lookahead: int,
+        draft_kv: DraftKv = "mirrored",
+        prefix_cache: bool = False,
     ) -> None:
-        """Page counts include page 0. Without a drafter `draft` is None and `num_draft_pages` is 0."""
+        """Page counts include page 0. `num_draft_pages` is 0 when the drafter has no pool: none, or unified.
+
+        Raises LayoutRefused for unified pages that the models' KV cannot share, and for a prefix cache over
+        pools of different page sizes.
+        """
         self.limits = BatchLimits(max_batch=max_batch, max_seq_len=max_seq_len, lookahead=lookahead)
         self.target = TargetKvManager(target, num_target_pages, self.limits)
-        self.draft: DraftKvManager | None = None
-        if draft is not None:
-            self.draft = DraftKvManager(draft, num_draft_pages, self.limits, mirrors=self.target)
-        elif num_draft_pages:
-            raise ValueError(f"{num_draft_pages} draft pages were asked for, but there is no drafter")
+        self.draft: DraftKvManager | UnifiedDraftKv | None = None
+        self._mirror: DraftKvManager | None = None
+        if draft is not None and draft_kv == "unified":
+            self.draft = UnifiedDraftKv(draft, self.target)
+        elif draft is not None:
+            self.draft = self._mirror = DraftKvManager(
+                draft, num_draft_pages, self.limits, mirrors=self.target
+            )
+        if num_draft_pages and self._mirror is None:
+            raise ValueError(f"{num_draft_pages} draft pages were asked for, but there is no draft pool")
         self.dummy_slot = SlotId(max_batch)
         self._managers: tuple[KvManager, ...] = (
-            (self.target,) if self.draft is None else (self.target, self.draft)
+            (self.target,) if self._mirror is None else (self.target, self._mirror)
         )
         self._leases = LeaseBook()
+        self._cache: PrefixCache | None = None
+        if prefix_cache:
+            if draft is not None and draft.page_size != target.page_size:
+                raise LayoutRefused(
+                    "target and draft pages are cached together, so they must hold equally many tokens: "
+                    f"{target.page_size} and {draft.page_size}"
+                )
+            self._cache = PrefixCache([manager.pool for manager in self._managers])
+
+    @property
+    def draft_kv(self) -> DraftKv | None:
+        """The form of the drafter's KV; None without a drafter."""
+        if self.draft is None:
+            return None
+        return "mirrored" if self._mirror is not None else "unified"
 
     def can_ever_fit(self, num_tokens: int) -> None:
         """Raise TooLong, naming the limit, for a request that no amount of waiting lets in.
@@ -95,28 +131,38 @@ class KvLedger:
         for manager in self._managers:
             manager.can_ever_fit(num_tokens)
 
-    def reserve(self, request: RequestId, num_tokens: int) -> SlotId:
+    def reserve(self, request: RequestId, num_tokens: int, prefix: Sequence[PageKey] = ()) -> SlotId:
         """Bind the same slot in both managers and take pages for `num_tokens` + look-ahead positions.
 
-        Raises TooLong when it can never fit, SlotsExhausted or PoolExhausted when it does not fit now,
-        RequestExists.
+        Pages of `prefix` (see `shareable`) that are cached become the request's first pages, and its length
+        starts behind them. Raises TooLong when it can never fit, SlotsExhausted or PoolExhausted when it does
+        not fit now, RequestExists.
         """
         self.can_ever_fit(num_tokens)
+        cache = self._cache
+        hits = prefix[: cache.match(prefix)] if cache is not None else ()
+        evictable = cache.num_idle - cache.num_idle_among(hits) if cache is not None else 0
         for manager in self._managers:
-            manager.can_take(request, num_tokens)
+            manager.can_take(request, num_tokens, shared=len(hits), evictable=evictable)
         try:
-            slot = self.target.bind(request, num_tokens)
-            if self.draft is not None:
-                self.draft.bind(request, num_tokens)
+            shared: list[tuple[PageId, ...]] = [()] * len(self._managers)
+            if cache is not None:
+                shared = cache.share(hits, RequestOwner(request))
+                cache.evict([m.num_pages_for(num_tokens) - len(hits) for m in self._managers])
+            slot = self.target.bind(request, num_tokens, shared[0])
+            if self._mirror is not None:
+                self._mirror.bind(request, num_tokens, shared[1])
         except BaseException:  # an interrupt between the two managers must not leave half a request
             self.free(request)
             raise
         return slot
 
     @contextmanager
-    def reserving(self, request: RequestId, num_tokens: int) -> Iterator[SlotId]:
+    def reserving(
+        self, request: RequestId, num_tokens: int, prefix: Sequence[PageKey] = ()
+    ) -> Iterator[SlotId]:
         """Reserve for a block of code that may fail: any exception, cancellation included, gives all back."""
-        slot = self.reserve(request, num_tokens)
+        slot = self.reserve(request, num_tokens, prefix)
         try:
             yield slot
         except BaseException:
@@ -134,7 +180,7 @@ class KvLedger:
         """The request's pages, with or without a slot. Raises UnknownRequest."""
         return RequestPages(
             target=self.target.pages(request),
-            draft=self.draft.pages(request) if self.draft is not None else (),
+            draft=self._mirror.pages(request) if self._mirror is not None else (),
         )
 
     def commit(self, request: RequestId, length: int) -> None:
@@ -150,6 +196,25 @@ class KvLedger:
     def length(self, request: RequestId) -> int:
         """KV length of the target, equal to the draft context length. Raises UnknownRequest."""
         return self.target.length(request)
+
+    def remember(self, request: RequestId, keys: Sequence[PageKey]) -> int:
+        """Leave the request's full pages to the prefix cache under `keys`; returns how many were new.
+
+        Only pages whose positions are all committed are taken. The caller vouches that both models' KV of them
+        is valid: a request that computed no draft context must not call this. Raises UnknownRequest.
+        """
+        full_pages = self.length(request) // self.target.geometry.page_size
+        pages = [manager.pages(request)[:full_pages] for manager in self._managers]
+        return self._cache.insert(keys, pages) if self._cache is not None else 0
+
+    def num_cached(self, keys: Sequence[PageKey]) -> int:
+        """How many leading pages of these the prefix cache holds. Changes nothing."""
+        return self._cache.match(keys) if self._cache is not None else 0
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache. Pages in use stay with their owners."""
+        if self._cache is not None:
+            self._cache.clear()
 
     def lease(self, request: RequestId, transfer: TransferId, deadline_s: float = NO_DEADLINE) -> None:
         """Make the transfer a co-owner of all the request's pages until `end_lease`.
@@ -180,9 +245,11 @@ class KvLedger:
 
     def end_lease(self, transfer: TransferId) -> None:
         """The transfer is terminal: it owns nothing more. Idempotent; a stranger changes nothing."""
+        pages = self.target.pool.pages_of(TransferOwner(transfer))
         for manager in self._managers:
             manager.end_lease(transfer)
         self._leases.end(transfer)
+        self._released(pages)
 
     def release_index_slot(self, request: RequestId) -> None:
         """Free the row in both managers, keep the pages. Idempotent; a stranger changes nothing."""
@@ -194,22 +261,36 @@ class KvLedger:
 
         Idempotent; a stranger changes nothing.
         """
+        pages = self.target.pool.pages_of(RequestOwner(request))
         for manager in self._managers:
             manager.free(request)
+        self._released(pages)
+
+    def _released(self, target_pages: Sequence[PageId]) -> None:
+        if self._cache is not None:
+            self._cache.released(target_pages)
 
     def usage(self) -> LedgerUsage:
-        draft = self.draft
+        mirror = self._mirror
+        cached = self._cache.num_idle if self._cache is not None else 0
         return LedgerUsage(
             requests=self.target.num_requests,
             slots_in_use=self.target.slots.num_in_use,
             slots_free=self.target.slots.num_free,
-            draft_slots_in_use=draft.slots.num_in_use if draft is not None else 0,
-            target_pages_in_use=self.target.pool.num_in_use,
-            target_pages_free=self.target.pool.num_free,
-            draft_pages_in_use=draft.pool.num_in_use if draft is not None else 0,
-            draft_pages_free=draft.pool.num_free if draft is not None else 0,
+            draft_slots_in_use=self._num_draft_slots(),
+            target_pages_in_use=self.target.pool.num_in_use - cached,
+            target_pages_free=self.target.pool.num_free + cached,
+            draft_pages_in_use=mirror.pool.num_in_use - cached if mirror is not None else 0,
+            draft_pages_free=mirror.pool.num_free + cached if mirror is not None else 0,
             leases=len(self._leases),
+            cached_pages=cached,
         )
+
+    def _num_draft_slots(self) -> int:
+        """A unified drafter's slots are the target's own."""
+        if self.draft is None:
+            return 0
+        return (self._mirror or self.target).slots.num_in_use
 
     def check(self) -> None:
         """Raise LedgerCorrupt unless both managers and the leases tell one story.
@@ -217,6 +298,8 @@ class KvLedger:
         O(pages in use); for idle time.
         """
         self._leases.check()
+        if self._cache is not None:
+            self._cache.check()
         leased = set(self._leases.transfers())
         for manager in self._managers:
             manager.check()

@@ -93,15 +93,19 @@ class KvManager:
                 num_tokens, need, self.pool.num_usable, f"the size of the {self.name} pool", "pages"
             )
 
-    def can_take(self, request: RequestId, num_tokens: int) -> None:
-        """Raise what a binding of the request would raise now, and change nothing."""
+    def can_take(self, request: RequestId, num_tokens: int, *, shared: int = 0, evictable: int = 0) -> None:
+        """Raise what a binding of the request would raise now, and change nothing.
+
+        `shared` of its pages exist already; `evictable` more pages can be freed for it.
+        """
         if request in self._held:
             raise RequestExists(request)
         if not self.slots.num_free:
             raise SlotsExhausted(self.limits.max_batch)
-        need = self.num_pages_for(num_tokens)
-        if need > self.pool.num_free:
-            raise PoolExhausted(need=need, free=self.pool.num_free, pool=self.name)
+        need = self.num_pages_for(num_tokens) - shared
+        free = self.pool.num_free + evictable
+        if need > free:
+            raise PoolExhausted(need=need, free=free, pool=self.name)
 
     def slot(self, request: RequestId) -> SlotId:
         """The request's slot. SlotReleased when it gave it back, UnknownRequest for a stranger."""
@@ -163,9 +167,17 @@ class KvManager:
             raise UnknownRequest(request)
         return held
 
-    def _take_pages(self, request: RequestId, num_tokens: int) -> tuple[PageId, ...]:
-        pages = tuple(self.pool.take(self.num_pages_for(num_tokens), RequestOwner(request)))
-        self._held[request] = _Held(pages=pages, length=0, capacity=num_tokens + self.limits.lookahead)
+    def _take_pages(
+        self, request: RequestId, num_tokens: int, shared: tuple[PageId, ...]
+    ) -> tuple[PageId, ...]:
+        """`shared`: leading pages that the request co-owns already; their positions are written and final."""
+        taken = self.pool.take(self.num_pages_for(num_tokens) - len(shared), RequestOwner(request))
+        pages = (*shared, *taken)
+        self._held[request] = _Held(
+            pages=pages,
+            length=len(shared) * self.geometry.page_size,
+            capacity=num_tokens + self.limits.lookahead,
+        )
         return pages
 
     def check(self) -> None:
@@ -201,9 +213,9 @@ class TargetKvManager(KvManager):
     def __init__(self, geometry: KvGeometry, num_pages: int, limits: BatchLimits) -> None:
         super().__init__(geometry, num_pages, limits, "target")
 
-    def bind(self, request: RequestId, num_tokens: int) -> SlotId:
+    def bind(self, request: RequestId, num_tokens: int, shared: tuple[PageId, ...] = ()) -> SlotId:
         """Take pages and a slot. The ledger has asked `can_take` of every manager before."""
-        return self.slots.assign(request, self._take_pages(request, num_tokens))
+        return self.slots.assign(request, self._take_pages(request, num_tokens, shared))
 
 
 class DraftKvManager(KvManager):
@@ -215,10 +227,10 @@ class DraftKvManager(KvManager):
         super().__init__(geometry, num_pages, limits, "draft")
         self._target = mirrors
 
-    def bind(self, request: RequestId, num_tokens: int) -> SlotId:
+    def bind(self, request: RequestId, num_tokens: int, shared: tuple[PageId, ...] = ()) -> SlotId:
         """Take pages, and the slot that the target's manager gave the request."""
         slot = self._target.slot(request)
-        self.slots.assign_slot(request, slot, self._take_pages(request, num_tokens))
+        self.slots.assign_slot(request, slot, self._take_pages(request, num_tokens, shared))
         return slot
 
     def check(self) -> None:

@@ -49,7 +49,7 @@ def ledger_of(
 
 
 def drafter_of(ledger: KvLedger) -> DraftKvManager:
-    assert ledger.draft is not None
+    assert isinstance(ledger.draft, DraftKvManager)
     return ledger.draft
 
 
@@ -97,7 +97,7 @@ def test_a_target_without_a_drafter_keeps_books_alone() -> None:
 
 
 def test_draft_pages_without_a_drafter_are_refused() -> None:
-    with pytest.raises(ValueError, match="5 draft pages were asked for, but there is no drafter"):
+    with pytest.raises(ValueError, match="5 draft pages were asked for, but there is no draft pool"):
         KvLedger(
             target=TARGET,
             draft=None,
@@ -156,7 +156,7 @@ def test_an_interrupt_between_the_two_managers_leaves_nothing_behind(monkeypatch
     ledger = ledger_of()
     before = ledger.usage()
 
-    def interrupted(request: RequestId, num_tokens: int) -> None:
+    def interrupted(request: RequestId, num_tokens: int, shared: tuple[PageId, ...]) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
