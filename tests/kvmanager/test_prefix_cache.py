@@ -255,3 +255,15 @@ def test_check_finds_a_draft_page_that_left_without_its_target_page() -> None:
     ledger._mirror.pool.release(owner)
     with pytest.raises(LedgerCorrupt, match="draft pool and the prefix cache disagree"):
         ledger.check()
+
+
+def test_nothing_is_cached_behind_a_page_that_another_request_was_first_to_compute() -> None:
+    """Its pages would hang on a page that it does not own, and that may leave while they are in use."""
+    ledger = ledger_of()
+    for request, length in ((A, 8), (B, 20)):
+        ledger.reserve(request, length)
+        ledger.commit(request, length)
+    assert ledger.remember(A, keys_of(PROMPT[:8])) == 2
+    assert ledger.remember(B, keys_of(PROMPT)) == 0
+    ledger.free(A)
+    ledger.check()
