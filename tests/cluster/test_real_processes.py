@@ -143,7 +143,7 @@ def test_a_worker_that_may_not_start_is_named_with_its_reason(served: Served) ->
 
 
 def test_sigterm_while_starting_leaves_no_process(served: Served) -> None:
-    served.wait_for(r"ray +starting")
+    served.wait_for(r"ray +ready")
     served.process.send_signal(signal.SIGTERM)
     served.process.wait(timeout=60)
     served.assert_gone()
