@@ -51,6 +51,9 @@ class TransferBook:
         if new:
             # A drop that nobody has carried out yet must not hit the new connection.
             self._records.actions = [a for a in self._records.actions if a != DropPeer(theirs.epoch)]
+            # Known to each other from now on, and the link is up before the first transfer needs it. Should this be
+            # lost, whatever wants an answer from a peer that has not spoken yet brings it again.
+            self._records.answer(theirs.epoch, wire.Introduce(self._packed_hello))
         return theirs, new
 
     def dismiss(self, peer: WorkerEpoch, reason: str) -> None:
@@ -104,9 +107,9 @@ class TransferBook:
             message = outgoing.message
             if isinstance(message, wire.Open):
                 message = self._sending.opening(key[1], outgoing, now_s)
-                peer = self._peers.get(outgoing.peer)
-                if peer is not None and not peer.heard:
-                    self._records.answer(outgoing.peer, wire.Introduce(self._packed_hello))
+            peer = self._peers.get(outgoing.peer)
+            if peer is not None and not peer.heard:
+                self._records.answer(outgoing.peer, wire.Introduce(self._packed_hello))
             self._records.answer(outgoing.peer, message)
 
     def _is_open(self, key: Key) -> bool:

@@ -90,7 +90,7 @@ class Pump:
         answer: Future[WorkerEpoch] = Future()
         self._connects.put((hello, answer))
         self._wake.set()
-        if not self._thread.is_alive():
+        if self._ended:  # it may have ended since; then it answers nobody any more
             self._refuse_connects()
         return answer.result()
 

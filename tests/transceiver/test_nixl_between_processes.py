@@ -16,7 +16,8 @@ from kvmanager.ids import PageId, TransferId, WorkerEpoch
 from tests.transceiver import nixl_peer
 from tests.transceiver.nixl_peer import NixlWorker, wait_for
 from tests.transceiver.small_worker import DRAFT, TARGET, handoff
-from transceiver.errors import TransportError, UnknownPeer
+from transceiver import selftest
+from transceiver.errors import SelfTestFailed, TransportError, UnknownPeer
 from transceiver.nixl import NixlTransport
 from transceiver.port import Broke, Delivered, Landed, Pages, ReceiveSpec, SendSpec
 from transceiver.selftest import chosen_transport
@@ -46,19 +47,28 @@ class Peer:
         )
         self.process.start()
 
-    def ask(self, *command: object) -> object:
+    def tell(self, *command: object) -> None:
         self._conn.send(command)
-        assert self._conn.poll(20), f"no answer to {command[0]}"
+
+    def hear(self) -> object:
+        assert self._conn.poll(20), "no answer"
         return self._conn.recv()
+
+    def ask(self, *command: object) -> object:
+        self.tell(*command)
+        return self.hear()
 
     def hello(self) -> bytes:
         packed = self.ask("hello")
         assert isinstance(packed, bytes)
         return packed
 
-    def kill(self) -> None:
+    def signal(self, number: signal.Signals) -> None:
         assert self.process.pid is not None
-        os.kill(self.process.pid, signal.SIGKILL)
+        os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
         self.process.join()
 
     def close(self) -> None:
@@ -183,6 +193,37 @@ def test_a_killed_sender_breaks_its_transfer_at_once_when_it_is_disconnected(
     assert broke.state is TerminalState.FAILED
 
 
+def test_a_sender_that_is_stopped_and_wakes_after_its_lease_touches_no_page(
+    here: NixlWorker, start_peer: Callable[..., Peer]
+) -> None:
+    """A stopped process is not dead: nothing is reported of it, and it goes on where it was."""
+    here.memory.target[:] = 0
+    stopped = start_peer(fill_seed=1)
+    stopped.ask("connect", here.port.hello())
+    transfer = new_transfer()
+    here.port.expect(receiving(transfer, ttl_s=1.5))
+    stopped.ask("open", sending(transfer, decode_hello(here.port.hello()).epoch, ttl_s=60.0))
+    stopped.ask("push", transfer, 16)
+    wait_until_written(here)
+    time.sleep(0.05)
+    stopped.signal(signal.SIGSTOP)
+    try:
+        stopped.tell("finish", transfer, handoff(NUM_TOKENS))
+        broke = wait_for(here.port, timeout_s=4.0)
+        here.memory.target[:] = 0xEE
+        here.memory.draft[:] = 0xEE
+    finally:
+        stopped.signal(signal.SIGCONT)
+    assert isinstance(broke, Broke)
+    assert broke.state is TerminalState.EXPIRED
+    assert stopped.hear() is None
+    ended = stopped.ask("wait")
+    assert isinstance(ended, Broke)
+    assert ended.state is TerminalState.EXPIRED
+    assert (here.memory.target == 0xEE).all()
+    assert (here.memory.draft == 0xEE).all()
+
+
 def test_a_killed_receiver_fails_the_senders_transfer_long_before_its_deadline(
     here: NixlWorker, start_peer: Callable[..., Peer]
 ) -> None:
@@ -234,3 +275,9 @@ def test_the_transport_is_read_from_ucxs_own_report() -> None:
 """
     assert chosen_transport(report.splitlines()) == "cma/memory"
     assert chosen_transport([]) == "unknown"
+
+
+def test_the_self_test_measures_a_link_and_refuses_one_under_the_floor() -> None:
+    """S65: the refusal names the transport that UCX chose."""
+    with pytest.raises(SelfTestFailed, match=r"GB/s over (?!unknown).*; the floor is 1000000.00 GB/s"):
+        selftest.run(num_bytes=1 << 20, floor_gigabytes_per_s=1e6)
