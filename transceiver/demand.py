@@ -24,6 +24,8 @@ def demand(fingerprint: Fingerprint, pools: Pools, num_tokens: int) -> Demand:
     if num_tokens < 1:
         raise PlanError(f"a transfer of {num_tokens} tokens")
     target = fingerprint.target.pages_for(num_tokens)
-    draft = 0 if fingerprint.draft is None else fingerprint.draft.pages_for(num_tokens)
-    draft_page_bytes = 0 if pools.draft is None else pools.draft.page_bytes
-    return Demand(target, draft, target * pools.target.page_bytes, draft * draft_page_bytes)
+    draft, draft_bytes = 0, 0
+    if pools.draft is not None and fingerprint.draft is not None:
+        draft = fingerprint.draft.pages_for(num_tokens)
+        draft_bytes = draft * pools.draft.page_bytes
+    return Demand(target, draft, target * pools.target.page_bytes, draft_bytes)

@@ -174,7 +174,7 @@ class Sending:
         target = plan.page_runs(spec.source.target, spec.destination.target, entry.shipped_target, end)
         entry.shipped_target = end
         draft: tuple[plan.PageRun, ...] = ()
-        if fingerprint.draft is not None and spec.ship_draft:
+        if fingerprint.draft is not None and self._ours.pools.draft is not None and spec.ship_draft:
             end = plan.pages_final(entry.ready_position, spec.num_tokens, fingerprint.draft.page_size)
             draft = plan.page_runs(spec.source.draft, spec.destination.draft, entry.shipped_draft, end)
             entry.shipped_draft = end

@@ -18,7 +18,7 @@ from drafter.errors import DrafterError
 from drafter.fingerprint import drafter_fingerprint
 from drafter.policy import BlockLengthPolicy
 from kvmanager.budget import KvDemand, PagePlan, plan_from_memory, plan_from_pages
-from kvmanager.errors import BudgetInfeasible
+from kvmanager.errors import BudgetInfeasible, LayoutRefused
 from kvmanager.ids import WorkerEpoch
 from kvmanager.layout import KvGeometry
 from kvmanager.ledger import KvLedger
@@ -44,7 +44,7 @@ from workers.pairs import ModelPair, PairError, resolve_pair
 from workers.request import WorkerFacts
 from workers.runner import ModelRunner
 from workers.sampler import Sampler
-from workers.storage import KvStorage
+from workers.storage import KvPool, KvStorage
 
 DTYPES = {
     "float32": torch.float32,
@@ -126,7 +126,13 @@ def build(config: WorkerConfig, models: Models, make_port: MakePort | None = Non
     # A context worker never decodes: nothing lies beyond its prompts.
     lookahead = drafter.block_size if drafter is not None and config.role != "context" else 1
     limits = BatchLimits(max_batch=config.max_batch, max_seq_len=max_seq_len, lookahead=lookahead)
-    plan = _page_plan(config, KvDemand(target=target_geometry, draft=draft_geometry, limits=limits))
+    try:
+        demand = KvDemand(
+            target=target_geometry, draft=draft_geometry, limits=limits, draft_kv=config.draft_kv
+        )
+    except LayoutRefused as error:
+        raise ModelMismatch(str(error), field="draft_kv") from error
+    plan = _page_plan(config, demand)
     ledger = KvLedger(
         target=target_geometry,
         draft=draft_geometry,
@@ -135,16 +141,24 @@ def build(config: WorkerConfig, models: Models, make_port: MakePort | None = Non
         max_batch=config.max_batch,
         max_seq_len=max_seq_len,
         lookahead=lookahead,
+        draft_kv=config.draft_kv,
+        prefix_cache=config.prefix_cache,
     )
-    target_storage = KvStorage(target_geometry, plan.num_target_pages, decoder.dtype)
-    draft_storage = (
-        KvStorage(draft_geometry, plan.num_draft_pages, decoder.dtype) if draft_geometry is not None else None
-    )
+    memory = _memory(demand, plan, decoder.dtype)
+    try:
+        target_attention = TorchPagedAttention(memory.target, config.pool_layout)
+        draft_attention = (
+            TorchPagedAttention(memory.draft_pool, config.pool_layout)
+            if memory.draft_pool is not None
+            else None
+        )
+    except LayoutRefused as error:
+        raise ModelMismatch(str(error), field="pool_layout") from error
     runner = ModelRunner(
         decoder=decoder,
-        target_attention=TorchPagedAttention(target_storage),
+        target_attention=target_attention,
         drafter=drafter,
-        draft_attention=TorchPagedAttention(draft_storage) if draft_storage is not None else None,
+        draft_attention=draft_attention,
         ledger=ledger,
         device=torch.device("cpu"),
     )
@@ -170,8 +184,9 @@ def build(config: WorkerConfig, models: Models, make_port: MakePort | None = Non
     if config.role == "aggregated":
         engine = AggregatedEngine(runner=runner, decode=decode, ledger=ledger, limits=engine_limits)
     else:
-        pools = Pools(_region(target_storage), _region(draft_storage) if draft_storage is not None else None)
-        port = (make_port or _nixl_port)(epoch, config.role, _fingerprint(config, models, ledger), pools)
+        port = (make_port or _nixl_port)(
+            epoch, config.role, _fingerprint(config, models, ledger), memory.regions
+        )
         if config.role == "context":
             engine = ContextEngine(
                 runner=runner, decode=decode, ledger=ledger, limits=engine_limits, port=port
@@ -205,6 +220,29 @@ def build(config: WorkerConfig, models: Models, make_port: MakePort | None = Non
     return Assembly(engine, facts, port)
 
 
+@dataclass(frozen=True)
+class _Memory:
+    """A worker's pools. `draft` is None without a drafter, and in unified form, where its KV is in `target`."""
+
+    target: KvStorage
+    draft: KvStorage | None
+
+    @property
+    def draft_pool(self) -> KvPool | None:
+        return self.draft if self.draft is not None else self.target.appended
+
+    @property
+    def regions(self) -> Pools:
+        return Pools(_region(self.target), _region(self.draft) if self.draft is not None else None)
+
+
+def _memory(demand: KvDemand, plan: PagePlan, dtype: torch.dtype) -> _Memory:
+    if demand.unified:
+        return _Memory(KvStorage(demand.target, plan.num_target_pages, dtype, appended=demand.draft), None)
+    draft = KvStorage(demand.draft, plan.num_draft_pages, dtype) if demand.draft is not None else None
+    return _Memory(KvStorage(demand.target, plan.num_target_pages, dtype), draft)
+
+
 def _geometry(config: WorkerConfig, num_layers: int, num_kv_heads: int, head_dim: int) -> KvGeometry:
     return KvGeometry(
         num_layers=num_layers,
@@ -228,7 +266,7 @@ def _max_seq_len(config: WorkerConfig, decoder: Decoder) -> int:
 
 
 def _page_plan(config: WorkerConfig, demand: KvDemand) -> PagePlan:
-    per_request = [geometry.pages_for(demand.limits.max_positions) for geometry in demand.geometries]
+    per_request = [geometry.pages_for(demand.limits.max_positions) for geometry in demand.pools]
     try:
         match config.kv:
             case MemoryFraction(fraction=fraction):
@@ -250,7 +288,7 @@ def _whole_pages(chunk_tokens: int, page_size: int) -> int:
 
 
 def _region(storage: KvStorage) -> Region:
-    return Region(storage.address, storage.size_bytes, storage.geometry.page_bytes, storage.num_pages)
+    return Region(storage.address, storage.size_bytes, storage.page_bytes, storage.num_pages)
 
 
 def _fingerprint(config: WorkerConfig, models: Models, ledger: KvLedger) -> Fingerprint:
@@ -262,7 +300,7 @@ def _fingerprint(config: WorkerConfig, models: Models, ledger: KvLedger) -> Fing
         draft_model=models.drafter_fingerprint,
         draft_dtype=config.dtype if draft is not None else None,
         draft=draft.geometry if draft is not None else None,
-        draft_mode="mirrored" if draft is not None else "none",
+        draft_mode=ledger.draft_kv or "none",
         num_draft_tokens=models.drafter.max_draft_tokens if models.drafter is not None else 0,
     )
 

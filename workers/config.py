@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from kvmanager.layout import DraftKv, PoolLayout
 from workers.request import Role
 
 DtypeName = Literal["float32", "float64", "bfloat16", "float16"]
@@ -13,7 +14,7 @@ DraftPolicy = Literal["full", "adaptive"]
 
 
 class FixedPages(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="fixed_pages"):
-    """The target pool holds exactly `num_target_pages` pages, the dummy page included; the draft pool as many."""
+    """The target pool holds exactly `num_target_pages` pages, the dummy page included; a draft pool as many."""
 
     num_target_pages: int
 
@@ -47,7 +48,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """One worker. `draft_tokens` is the default policy for requests that name no number themselves.
 
     `drafting` False loads no drafter. `max_waiting` bounds the queue of requests not admitted yet, `chunk_tokens` the
-    prompt tokens of one prefill step.
+    prompt tokens of one prefill step. `draft_kv` and `pool_layout`: see `kvmanager.layout`; both workers of a pair
+    must have the same `draft_kv`. `prefix_cache` keeps full pages of prompts for those that begin alike.
     """
 
     role: Role
@@ -55,6 +57,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: DtypeName = "float32"
     page_size: int = 16
     kv: KvBudget = msgspec.field(default_factory=EveryRequestFits)
+    draft_kv: DraftKv = "mirrored"
+    pool_layout: PoolLayout = "strided"
+    prefix_cache: bool = True
     max_batch: int = 8
     max_seq_len: int = 2048
     max_waiting: int = 256

@@ -31,7 +31,7 @@ from workers.errors import (
     WorkerRefused,
 )
 from workers.faults import Fault
-from workers.handoff import to_handoff
+from workers.handoff import bytes_apart, to_handoff
 from workers.limits import EngineLimits
 from workers.request import Prefilled, PrefillRequest
 from workers.runner import ModelRunner
@@ -45,6 +45,7 @@ class _ContextJob:
     request: PrefillRequest
     sequence: Sequence
     deadline_s: float
+    ships_draft: bool = False
     ended: bool = False
 
     @property
@@ -184,6 +185,7 @@ class ContextEngine:
     def _open_transfer(self, job: _ContextJob, now_s: float) -> None:
         """Start shipping an admitted prompt; from here on the transfer co-owns its pages."""
         reservation, request_id = job.request.reservation, job.request.request_id
+        job.ships_draft = job.sequence.drafting and self._ship_draft
         self._port.open(
             SendSpec(
                 transfer=job.transfer,
@@ -191,7 +193,7 @@ class ContextEngine:
                 num_tokens=job.sequence.num_prompt_tokens,
                 source=self.ledger.pages(request_id),
                 destination=Pages(reservation.target_pages, reservation.draft_pages),
-                ship_draft=job.sequence.drafting and self._ship_draft,
+                ship_draft=job.ships_draft,
                 ttl_s=max(job.deadline_s - now_s, 0.0),
             )
         )
@@ -225,8 +227,11 @@ class ContextEngine:
         job = self._transfers.pop(event.transfer)
         self.ledger.end_lease(event.transfer)
         self.counters.transfers_done += 1
-        self.counters.kv_bytes_target += event.bytes_target
-        self.counters.kv_bytes_draft += event.bytes_draft
+        bytes_target, bytes_draft = bytes_apart(
+            self.ledger, event.bytes_target, event.bytes_draft, job.ships_draft
+        )
+        self.counters.kv_bytes_target += bytes_target
+        self.counters.kv_bytes_draft += bytes_draft
         self.counters.requests_finished += 1
         if not job.ended:
             job.ended = True

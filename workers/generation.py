@@ -23,7 +23,7 @@ from workers.decode import DecodeLoop
 from workers.engine import Emitted, EngineCounters, EngineEvent, Granted, Refused
 from workers.errors import AdmissionTimeout, EngineFailed, InvalidRequest, Overloaded, RequestCancelled
 from workers.faults import Fault
-from workers.handoff import first_logprob
+from workers.handoff import bytes_apart, first_logprob
 from workers.limits import EngineLimits
 from workers.request import RequestOutput, Reservation, ReserveRequest
 from workers.runner import ModelRunner
@@ -207,13 +207,16 @@ class GenerationEngine:
         job = self._transfers.pop(event.transfer)
         sequence = job.sequence
         self.counters.transfers_done += 1
-        self.counters.kv_bytes_target += event.bytes_target
-        self.counters.kv_bytes_draft += event.bytes_draft
+        bytes_target, bytes_draft = bytes_apart(
+            self.ledger, event.bytes_target, event.bytes_draft, event.handoff.draft_shipped
+        )
+        self.counters.kv_bytes_target += bytes_target
+        self.counters.kv_bytes_draft += bytes_draft
         if job.cancelled:
             self.ledger.free(sequence.request_id)
             return
-        sequence.kv_bytes_target = event.bytes_target
-        sequence.kv_bytes_draft = event.bytes_draft
+        sequence.kv_bytes_target = bytes_target
+        sequence.kv_bytes_draft = bytes_draft
         if self._runner.fault is Fault.EMPTY_CONTEXT:
             sequence.draft_origin = sequence.num_prompt_tokens
         self.ledger.commit(sequence.request_id, sequence.num_prompt_tokens)

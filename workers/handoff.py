@@ -1,7 +1,8 @@
-"""Between a worker's sequence and the hand-off message that travels behind the last write."""
+"""Between a worker's sequence and what travels: the hand-off behind the last write, and the bytes before it."""
 
 from __future__ import annotations
 
+from kvmanager.ledger import KvLedger
 from transceiver.wire import Handoff
 from workers.request import TokenLogprob
 from workers.sequence import Sequence
@@ -23,3 +24,18 @@ def first_logprob(handoff: Handoff) -> tuple[TokenLogprob, ...]:
     if handoff.first_logprob is None:
         return ()
     return (TokenLogprob(handoff.first_token, handoff.first_logprob, handoff.first_top_logprobs),)
+
+
+def bytes_apart(
+    ledger: KvLedger, bytes_target: int, bytes_draft: int, draft_shipped: bool
+) -> tuple[int, int]:
+    """Bytes of target and draft KV in a transfer's page bytes.
+
+    In unified form all pages travel as the target's, and the drafter's share is told apart by formula. A share that
+    means nothing, because no draft context was computed for it or it is to be left alone, counts in neither.
+    """
+    if ledger.draft is None or ledger.draft_kv != "unified":
+        return bytes_target, bytes_draft
+    target, draft = ledger.target.geometry.page_bytes, ledger.draft.geometry.page_bytes
+    num_pages = bytes_target // (target + draft)
+    return num_pages * target, num_pages * draft if draft_shipped else 0

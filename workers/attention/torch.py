@@ -12,8 +12,11 @@ whether it is decoded alone, verified in a draft block, or batched with other re
 are shaped for that (the constants below say how; found for float32 on AVX2, where together with
 `drafter.linear` whole steps repeat exactly). Elsewhere the difference is rounding.
 
-    the pool as rows of head_dim:   row(page, layer, kv, head, offset)
-        = (((page * layers + layer) * 2 + kv) * heads + head) * page_size + offset
+A page table's entries point into a layer's buffer, which is a strided slice of the pool or a dense view of all
+layers of all pages (see `kvmanager.layout`); which one it is shows in its stride(0), and nowhere else:
+
+    a layer's buffer as rows of head_dim:   row(page, kv, head, offset)
+        = page * entries per page * rows per entry + (kv * heads + head) * page_size + offset
 
 Shapes: T tokens of the step; B requests of a group, Q queries of each, S gathered positions; N kv heads, G
 query heads per kv head, D head_dim; X = B * N, R = Q * G rows of a product.
@@ -29,8 +32,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafter.attention import AttentionPlan
+from kvmanager.errors import LayoutRefused
+from kvmanager.layout import PoolLayout, entries_per_page
 from workers.attention.grouping import grouped
-from workers.storage import KvStorage
+from workers.storage import KvPool, layer_buffer
 
 _MAX_GATHER_BYTES = (
     1 << 20
@@ -85,23 +90,38 @@ class TorchPlan:
 
 
 class TorchPagedAttention:
-    """`PagedAttention` over one storage. Holds no state between steps but views of the pool."""
+    """`PagedAttention` over one model's pool. Holds no state between steps but views of it."""
 
-    def __init__(self, storage: KvStorage) -> None:
-        geometry = storage.geometry
+    def __init__(self, storage: KvPool, layout: PoolLayout = "strided") -> None:
+        """Raises LayoutRefused for pages that cannot be read in this layout."""
+        geometry, pool = storage.geometry, storage.pool
+        self.storage = storage
         self._geometry = geometry
-        self._device = storage.device
-        self._dtype = storage.dtype
-        rows = storage.pool.view(-1, geometry.head_dim)
+        self._device = pool.device
+        self._dtype = pool.dtype
         self._rows_per_plane = geometry.num_kv_heads * geometry.page_size  # one layer's K, or V, of a page
-        self._rows_per_page = geometry.num_layers * 2 * self._rows_per_plane
+        buffers = [layer_buffer(pool, layer, layout) for layer in range(geometry.num_layers)]
+        rows_per_entry, rest = divmod(buffers[0].stride(0), geometry.head_dim)
+        if rest:
+            raise LayoutRefused(
+                f"pages are {buffers[0].stride(0)} elements apart, no whole number of rows of head_dim "
+                f"{geometry.head_dim}; use draft_kv = mirrored"
+            )
+        self._rows_per_page = self._entries_per_page(buffers[0], pool) * rows_per_entry
         # Planes start at their first row, so one set of row numbers serves all layers.
-        self._planes = [rows[start * self._rows_per_plane :] for start in range(geometry.num_layers * 2)]
+        self._planes = [
+            plane for buffer in buffers for plane in _planes(buffer, rows_per_entry, self._rows_per_plane)
+        ]
         self._scale = geometry.head_dim**-0.5
         head_rows = torch.arange(geometry.num_kv_heads) * geometry.page_size
         self._head_rows_N1 = head_rows[:, None].to(self._device)
         bytes_per_position = 2 * geometry.num_kv_heads * geometry.head_dim * geometry.element_bytes
         self._max_positions = _MAX_GATHER_BYTES // bytes_per_position
+
+    def _entries_per_page(self, buffer: Tensor, pool: Tensor) -> int:
+        return entries_per_page(
+            buffer.stride(0), page_elements=pool.stride(0), layer_elements=self._geometry.layer_elements
+        )
 
     def plan(
         self, page_rows: Tensor, q_lens: Sequence[int], kv_lens: Sequence[int], causal: bool
@@ -220,6 +240,13 @@ class TorchPagedAttention:
                     f"request {request} of the step: q_len {q_len} and kv_len {kv_len} must satisfy "
                     f"1 <= q_len <= kv_len <= {capacity} (the positions its page row can hold)"
                 )
+
+
+def _planes(buffer: Tensor, rows_per_entry: int, rows_per_plane: int) -> tuple[Tensor, Tensor]:
+    """A layer's buffer as rows of head_dim from its first K row on, and from its first V row on."""
+    num_rows = (buffer.shape[0] - 1) * rows_per_entry + 2 * rows_per_plane
+    rows = buffer.as_strided((num_rows, buffer.shape[-1]), (buffer.shape[-1], 1))
+    return rows, rows[rows_per_plane:]
 
 
 def _own(plan: AttentionPlan) -> TorchPlan:
