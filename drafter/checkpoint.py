@@ -22,6 +22,7 @@ from torch import Tensor
 from drafter.config import DFlashConfig
 from drafter.dflash import DFlashDrafter, DraftLayerWeights, DraftWeights
 from drafter.errors import DrafterCheckpointError, DrafterMismatch
+from drafter.head import HeadKind
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -39,8 +40,10 @@ class TargetFacts:
     fingerprint: str
 
 
-def load_drafter(path: Path, target: TargetFacts) -> DFlashDrafter:
+def load_drafter(path: Path, target: TargetFacts, head: HeadKind = "exact") -> DFlashDrafter:
     """Load a DFlash drafter for `target`, in the dtype and on the device of the target's embedding.
+
+    `head`: how draft logits are computed, see `drafter.head`.
 
     Raises DrafterConfigError (a field of config.json), DrafterMismatch (drafter and target disagree) or
     DrafterCheckpointError (files or tensors).
@@ -51,7 +54,7 @@ def load_drafter(path: Path, target: TargetFacts) -> DFlashDrafter:
     _check_tensors(path, tensors, tensor_shapes(config))
     device, dtype = target.embed_weight.device, target.embed_weight.dtype
     placed = {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
-    return DFlashDrafter(config, _assemble(config, placed, target))
+    return DFlashDrafter(config, _assemble(config, placed, target), head)
 
 
 def save_drafter(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

@@ -26,6 +26,7 @@ from torch import Tensor
 from drafter.attention import AttentionPlan, PagedAttention
 from drafter.config import DFlashConfig
 from drafter.context import ContextProjection
+from drafter.head import HeadKind, make_head
 from drafter.layers import RotaryTable, Rotation, rms_norm, rotate, swiglu
 
 
@@ -58,8 +59,9 @@ class DraftWeights:
 class DFlashDrafter:
     """A loaded drafter. Holds weights only; keys and values live in the pool of the caller's attention."""
 
-    def __init__(self, config: DFlashConfig, weights: DraftWeights) -> None:
+    def __init__(self, config: DFlashConfig, weights: DraftWeights, head: HeadKind = "exact") -> None:
         self.config = config
+        self._head = make_head(head, weights.lm_head_VH)
         self._weights = weights
         self._rotary = RotaryTable(
             config.rope, config.head_dim, weights.embed_VH.dtype, weights.embed_VH.device
@@ -149,7 +151,7 @@ class DFlashDrafter:
             normed_TH = rms_norm(hidden_TH, layer.post_norm_H, self.config.rms_norm_eps)
             hidden_TH = hidden_TH + F.linear(swiglu(F.linear(normed_TH, layer.gate_up)), layer.down)
         final = rms_norm(hidden_TH, self._weights.norm_H, self.config.rms_norm_eps)
-        return F.linear(final, self._weights.lm_head_VH).view(num_requests, num_draft, -1)
+        return self._head.logits(final).view(num_requests, num_draft, -1)
 
     def _attend(
         self,
