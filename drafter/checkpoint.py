@@ -23,6 +23,7 @@ from drafter.config import DFlashConfig
 from drafter.dflash import DFlashDrafter, DraftLayerWeights, DraftWeights
 from drafter.errors import DrafterCheckpointError, DrafterMismatch
 from drafter.head import HeadKind
+from drafter.linear import Linear
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -30,7 +31,10 @@ _SINGLE = "model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class TargetFacts:
-    """What a drafter must know of its target, and the two tensors it borrows."""
+    """What a drafter must know of its target, and the two tensors it borrows.
+
+    `lm_head` is the head laid out for its device, where the target has it; without it the drafter makes its own.
+    """
 
     hidden_size: int
     vocab_size: int
@@ -38,6 +42,7 @@ class TargetFacts:
     embed_weight: Tensor  # [vocab, hidden]
     lm_head_weight: Tensor  # [vocab, hidden]
     fingerprint: str
+    lm_head: Linear | None = None
 
 
 def load_drafter(path: Path, target: TargetFacts, head: HeadKind = "exact") -> DFlashDrafter:
@@ -184,13 +189,13 @@ def _assemble(config: DFlashConfig, tensors: Mapping[str, Tensor], target: Targe
 
         return DraftLayerWeights(
             input_norm_H=weight("input_layernorm"),
-            qkv=torch.cat([weight(f"self_attn.{part}_proj") for part in "qkv"]),
+            qkv=Linear(torch.cat([weight(f"self_attn.{part}_proj") for part in "qkv"])),
             q_norm_D=weight("self_attn.q_norm"),
             k_norm_D=weight("self_attn.k_norm"),
-            o=weight("self_attn.o_proj"),
+            o=Linear(weight("self_attn.o_proj")),
             post_norm_H=weight("post_attention_layernorm"),
-            gate_up=torch.cat([weight("mlp.gate_proj"), weight("mlp.up_proj")]),
-            down=weight("mlp.down_proj"),
+            gate_up=Linear(torch.cat([weight("mlp.gate_proj"), weight("mlp.up_proj")])),
+            down=Linear(weight("mlp.down_proj")),
         )
 
     return DraftWeights(
@@ -200,4 +205,5 @@ def _assemble(config: DFlashConfig, tensors: Mapping[str, Tensor], target: Targe
         layers=tuple(layer(index) for index in range(config.num_layers)),
         embed_VH=target.embed_weight,
         lm_head_VH=target.lm_head_weight,
+        lm_head=target.lm_head,
     )

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafter.layers import RotaryTable, rms_norm, rotate
+from drafter.linear import Linear
 
 
 class ContextProjection:
@@ -34,12 +35,12 @@ class ContextProjection:
         rotary: RotaryTable,
     ) -> None:
         """`k_proj_LMH`, `v_proj_LMH`: each layer's projection, M = N·D rows."""
-        self._fc_HX = fc_HX
+        self._fc = Linear(fc_HX)
         self._hidden_norm_H = hidden_norm_H
         self._num_layers, self._head_dim = k_norm_LD.shape
         # Rows ordered [L, K|V, N, D]: one product serves all layers, and each layer's K and V are plain views
         # of it.
-        self._kv_proj = torch.stack((k_proj_LMH, v_proj_LMH), dim=1).flatten(0, 2).contiguous()
+        self._kv_proj = Linear(torch.stack((k_proj_LMH, v_proj_LMH), dim=1).flatten(0, 2))
         self._k_norm_L1D = k_norm_LD[:, None, :]
         self._eps = eps
         self._rotary = rotary
@@ -47,8 +48,8 @@ class ContextProjection:
     def project(self, taps_TX: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values for T committed tokens at `positions_T`: two tensors [L, T, N, D]."""
         num_tokens = taps_TX.shape[0]
-        context_TH = rms_norm(F.linear(taps_TX, self._fc_HX), self._hidden_norm_H, self._eps)
-        kv = F.linear(context_TH, self._kv_proj).view(num_tokens, self._num_layers, 2, -1, self._head_dim)
+        context_TH = rms_norm(self._fc(taps_TX), self._hidden_norm_H, self._eps)
+        kv = self._kv_proj(context_TH).view(num_tokens, self._num_layers, 2, -1, self._head_dim)
         keys_TLND = F.rms_norm(kv[:, :, 0], (self._head_dim,), None, self._eps) * self._k_norm_L1D
         # `rotate` wants [T, heads, D]; a rotation does not care which layer a head belongs to.
         rotated = rotate(keys_TLND.reshape(num_tokens, -1, self._head_dim), self._rotary.at(positions_T))

@@ -28,6 +28,7 @@ from drafter.config import DFlashConfig
 from drafter.context import ContextProjection
 from drafter.head import HeadKind, make_head
 from drafter.layers import RotaryTable, Rotation, rms_norm, rotate, swiglu
+from drafter.linear import Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +36,13 @@ class DraftLayerWeights:
     """One layer, fused as the block runs it: rows of `qkv` are q, k, v; rows of `gate_up` are gate, up."""
 
     input_norm_H: Tensor
-    qkv: Tensor
+    qkv: Linear
     q_norm_D: Tensor
     k_norm_D: Tensor
-    o: Tensor
+    o: Linear
     post_norm_H: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Linear
+    down: Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class DraftWeights:
     layers: Sequence[DraftLayerWeights]
     embed_VH: Tensor
     lm_head_VH: Tensor
+    lm_head: Linear | None = None  # the same weight, where the target has it laid out for its device
 
 
 class DFlashDrafter:
@@ -61,7 +63,7 @@ class DFlashDrafter:
 
     def __init__(self, config: DFlashConfig, weights: DraftWeights, head: HeadKind = "exact") -> None:
         self.config = config
-        self._head = make_head(head, weights.lm_head_VH)
+        self._head = make_head(head, weights.lm_head_VH, weights.lm_head)
         self._weights = weights
         self._rotary = RotaryTable(
             config.rope, config.head_dim, weights.embed_VH.dtype, weights.embed_VH.device
@@ -69,11 +71,12 @@ class DFlashDrafter:
         q_rows = config.num_heads * config.head_dim
         kv_rows = config.num_kv_heads * config.head_dim
         self._head_split = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        qkv_rows = [layer.qkv.dense_weight() for layer in weights.layers]
         self._context = ContextProjection(
             fc_HX=weights.fc_HX,
             hidden_norm_H=weights.hidden_norm_H,
-            k_proj_LMH=torch.stack([layer.qkv[q_rows : q_rows + kv_rows] for layer in weights.layers]),
-            v_proj_LMH=torch.stack([layer.qkv[q_rows + kv_rows :] for layer in weights.layers]),
+            k_proj_LMH=torch.stack([rows[q_rows : q_rows + kv_rows] for rows in qkv_rows]),
+            v_proj_LMH=torch.stack([rows[q_rows + kv_rows :] for rows in qkv_rows]),
             k_norm_LD=torch.stack([layer.k_norm_D for layer in weights.layers]),
             eps=config.rms_norm_eps,
             rotary=self._rotary,
@@ -147,9 +150,9 @@ class DFlashDrafter:
             if index == last:  # past the last attention, slots that are not asked for matter to nobody
                 attended_TM = self._wanted(attended_TM, num_draft)
                 hidden_TH = self._wanted(hidden_TH, num_draft)
-            hidden_TH = hidden_TH + F.linear(attended_TM, layer.o)
+            hidden_TH = hidden_TH + layer.o(attended_TM)
             normed_TH = rms_norm(hidden_TH, layer.post_norm_H, self.config.rms_norm_eps)
-            hidden_TH = hidden_TH + F.linear(swiglu(F.linear(normed_TH, layer.gate_up)), layer.down)
+            hidden_TH = hidden_TH + layer.down(swiglu(layer.gate_up(normed_TH)))
         final = rms_norm(hidden_TH, self._weights.norm_H, self.config.rms_norm_eps)
         return self._head.logits(final).view(num_requests, num_draft, -1)
 
@@ -165,7 +168,7 @@ class DFlashDrafter:
         """Attention of one layer over context and block, [T, heads·D], before the output projection."""
         eps = self.config.rms_norm_eps
         num_tokens = hidden_TH.shape[0]
-        qkv = F.linear(rms_norm(hidden_TH, layer.input_norm_H, eps), layer.qkv)
+        qkv = layer.qkv(rms_norm(hidden_TH, layer.input_norm_H, eps))
         q, k, v = torch.split(qkv.view(num_tokens, -1, self.head_dim), self._head_split, dim=1)
         attention.write(index, rotate(rms_norm(k, layer.k_norm_D, eps), rotation), v, plan)
         attended = attention.attend(index, rotate(rms_norm(q, layer.q_norm_D, eps), rotation), plan)

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from drafter.linear import Linear
+
 HeadKind = Literal["exact", "screened"]
 _RESCORED = 8
 
@@ -29,14 +31,12 @@ class DraftHead(Protocol):
 class ExactHead:
     """logits = hidden · weightᵀ."""
 
-    def __init__(self, weight_VH: Tensor) -> None:
-        self._weight_VH = weight_VH
+    def __init__(self, weight_VH: Tensor, lm_head: Linear | None = None) -> None:
+        """`lm_head`: the same weight where it is already laid out for its device."""
+        self._lm_head = lm_head or Linear(weight_VH)
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
-        num_rows = hidden_NH.shape[0]
-        if num_rows in (2, 3):  # CPU libraries multiply 4 rows by so tall a matrix twice as fast as 2 or 3
-            hidden_NH = F.pad(hidden_NH, (0, 0, 0, 4 - num_rows))
-        return F.linear(hidden_NH, self._weight_VH)[:num_rows]
+        return self._lm_head(hidden_NH)
 
 
 class ScreenedHead:
@@ -53,11 +53,11 @@ class ScreenedHead:
         return logits_NV.scatter_(-1, best_NC, exact_NC)
 
 
-def make_head(kind: HeadKind, weight_VH: Tensor) -> DraftHead:
+def make_head(kind: HeadKind, weight_VH: Tensor, lm_head: Linear | None = None) -> DraftHead:
     """`kind` "screened" is the exact head when the weights are no wider than bfloat16 anyway."""
     if kind == "screened" and weight_VH.element_size() > 2:
         return ScreenedHead(weight_VH)
-    return ExactHead(weight_VH)
+    return ExactHead(weight_VH, lm_head)
 
 
 def bfloat16_is_native() -> bool:
