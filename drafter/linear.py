@@ -1,10 +1,10 @@
 """The linear layer both models use: y = x·Wᵀ + b, with the weight in the layout its device multiplies fastest.
 
-On a CPU in float32 the weight is reordered once, at loading, into oneDNN's blocked layout. It matters most for the
-few rows of a decode or verify step, where a plain product of [rows, in] with a row-major [out, in] weight is several
-times slower than memory allows (SmolLM2-135M, all layers and head, one Zen 3 core: 1 row 15 ms instead of 36, 8 rows
-23 ms instead of 80 to 95). A row's result there does not depend on how many rows share the call, so a token scores
-the same, bit for bit, whether it is decoded alone or verified in a block. Elsewhere it is torch's own product.
+On a CPU in float32 the weight is reordered once, at loading, into oneDNN's blocked layout. It matters most for the few
+rows of a decode or verify step, where a plain product of [rows, in] with a row-major [out, in] weight is several times
+slower than memory allows (all products of SmolLM2-135M on one core: 1 row 15 ms instead of 36, 8 rows 22 ms instead of
+80 to 95). A row's result there does not depend on how many rows share the call, so a token scores the same, bit for
+bit, whether it is decoded alone or verified in a block. Elsewhere it is torch's own product.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ group are padded with their own position 0 and masked, so what lies in unused pa
 even NaN. Prompts that start at position 0 in this step attend to their fresh keys and values directly,
 without the way through the pool.
 
-A query's result should not depend on what shares its step, so that a token scores the same, bit for bit,
-whether it is decoded alone, verified in a draft block, or batched with other requests. Products and softmax
-are shaped for that (the constants below say how; found for float32 on AVX2, where together with
-`drafter.linear` whole steps repeat exactly). Elsewhere the difference is rounding.
+A query's result does not depend on what shares its step: a token scores the same, bit for bit, whether it is decoded
+alone, verified in a draft block, or batched with other requests. Products and softmax are shaped for that, as the
+constants below say. It is established for float32 on x86 (MKL here, oneDNN in `drafter.linear`), for every width and
+length that tests/workers/test_exact_scores.py tries; elsewhere, and for a prompt's chunks, the difference is rounding.
 
 A page table's entries point into a layer's buffer, which is a strided slice of the pool or a dense view of all
 layers of all pages (see `kvmanager.layout`); which one it is shows in its stride(0), and nowhere else:
@@ -37,9 +37,8 @@ from kvmanager.layout import PoolLayout, entries_per_page
 from workers.attention.grouping import grouped
 from workers.storage import KvPool, layer_buffer
 
-_MAX_GATHER_BYTES = (
-    1 << 20
-)  # of one group, unless a single request has more: it should stay in the core's cache
+# Of one group, unless a single request has more: what is gathered should stay in the core's cache.
+_MAX_GATHER_BYTES = 1 << 20
 # MKL sums products of fewer than four rows in another order than products of four or more.
 _MIN_ROWS = 4
 # It sums over positions in blocks of 192, but halves what lies between 192 and 384.
