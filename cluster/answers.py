@@ -76,6 +76,11 @@ class Usage:
     total_time_s: float = 0.0
 
     @property
+    def cached_prompt_tokens(self) -> int:
+        """Prompt tokens whose KV came from a prefix cache."""
+        return int(getattr(self.stats, "cached_prompt_tokens", 0))
+
+    @property
     def acceptance_length(self) -> float:
         """Tokens emitted by decode steps / target decode steps; 0 without a decode step."""
         return _ratio(self.stats.decode_tokens, self.stats.decode_steps) if self.stats is not None else 0.0

@@ -108,6 +108,12 @@ def readable(error: Exception) -> str | None:
     "--mode", type=click.Choice(["split", "aggregated"]), help="One worker per role, or one for both."
 )
 @click.option("--listen", help="HOST:PORT of the gRPC door; port 0 takes a free one.")
+@click.option("--http", help="HOST:PORT of the OpenAI door.")
+@click.option("--metrics", help="HOST:PORT of health and metrics without tokens, for operators alone.")
+@click.option("--token-file", help="Bearer tokens that clients must carry, one a line.")
+@click.option("--tls-cert-file", help="PEM certificate of the gRPC and OpenAI doors.")
+@click.option("--tls-key-file", help="Its PEM key.")
+@click.option("--tls-client-ca-file", help="Clients must show a certificate of this PEM authority.")
 @click.option("--dtype", type=click.Choice(["float32", "float64", "bfloat16", "float16"]))
 @click.option("--max-batch", type=int, help="Requests that a worker runs at once.")
 @click.option("--max-seq-len", type=int, help="Prompt and output together, in tokens.")
@@ -136,7 +142,7 @@ def serve(config_path: Path | None, host_factory: str | None, **options: Any) ->
             run(
                 config,
                 display.report,
-                lambda address, seconds: display.ready(address, seconds, config),
+                lambda addresses, seconds: display.ready(addresses, seconds, config),
                 host_factory or DEFAULT_HOST,
             )
         )

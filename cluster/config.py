@@ -43,12 +43,19 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     `mode` is the route of ordinary requests. A worker count of None follows from it: one context and one generation
     worker when split, one aggregated worker otherwise. `num_kv_pages` and `memory_fraction` exclude each other; with
     neither the pools hold `max_batch` requests of `max_seq_len` tokens. `num_threads` None divides the machine's cores
-    among the workers.
+    among the workers. `listen` is the gRPC door, `http` the OpenAI door, `metrics` a port for operators alone; an empty
+    address is no door. Tokens and TLS guard the first two.
     """
 
     pair: str = "smollm2"
     mode: Mode = "split"
     listen: str = DEFAULT_LISTEN
+    http: str = ""
+    metrics: str = ""
+    token_file: str = ""
+    tls_cert_file: str = ""
+    tls_key_file: str = ""
+    tls_client_ca_file: str = ""
     context_workers: int | None = None
     generation_workers: int | None = None
     aggregated_workers: int | None = None
@@ -69,6 +76,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     heartbeat_interval_s: float = 1.0
     heartbeat_timeout_s: float = 10.0
     startup_timeout_s: float = 300.0
+    stall_limit_s: float = 30.0
     drain_s: float = 5.0
 
     ray_auth_mode: RayAuthMode = "disabled"
@@ -86,9 +94,14 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "heartbeat_interval_s",
             "heartbeat_timeout_s",
             "startup_timeout_s",
+            "stall_limit_s",
         ):
             if not getattr(self, field) > 0:
                 raise ValueError(f"{field} must be positive, got {getattr(self, field)}")
+        if bool(self.tls_cert_file) != bool(self.tls_key_file):
+            raise ValueError("tls_cert_file and tls_key_file need each other")
+        if self.tls_client_ca_file and not self.tls_cert_file:
+            raise ValueError("tls_client_ca_file needs tls_cert_file and tls_key_file")
         if not self.admission_ttl_s > 0:
             raise ValueError(f"admission_ttl_s must be positive, got {self.admission_ttl_s}")
         roles = self.worker_roles()

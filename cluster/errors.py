@@ -70,6 +70,12 @@ class InvalidArgument(RequestError):
     reason = "INVALID_REQUEST"
 
 
+class TooLongForModel(InvalidArgument):
+    """Prompt and answer together exceed the model's longest sequence."""
+
+    reason = "CONTEXT_LENGTH_EXCEEDED"
+
+
 class UnknownModel(RequestError):
     """Another model is served here."""
 

@@ -41,6 +41,7 @@ from cluster.intake import Intake, Tokenizer
 from cluster.link import LinkState, LinkTimes, WorkerAddress, WorkerLink
 from cluster.live import LiveRequest
 from cluster.membership import Membership, facts_of
+from cluster.readiness import Progress, stalled
 from cluster.routing import NoRoute, choose_aggregated, choose_split
 from cluster.worker_client import WorkerUnreachable
 from kvmanager.ids import RequestId
@@ -62,11 +63,15 @@ RETRY_AFTER_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class GatewaySettings:
-    """`route` serves requests that name none. `admission_ttl_s` bounds the wait for room on the workers."""
+    """`route` serves requests that name none. `admission_ttl_s` bounds the wait for room on the workers.
+
+    A decoding worker that runs requests and makes no progress for `stall_limit_s` makes the gateway unready.
+    """
 
     route: Route = "split"
     max_live_requests: int = 1024
     admission_ttl_s: float = 120.0
+    stall_limit_s: float = 30.0
     times: LinkTimes = field(default_factory=LinkTimes)
 
 
@@ -91,7 +96,7 @@ class Gateway:
         self.settings = settings
         self.counters = GatewayCounters()
         self.started_s = time.monotonic()
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._intake = Intake(tokenizer, new_seed)
         self._new_id = new_id
         self._membership = Membership(workers, new_id(), settings.times, self._on_frame, self._on_lost)
@@ -114,12 +119,33 @@ class Gateway:
 
     @property
     def ready(self) -> bool:
-        """Whether an ordinary request could be routed now."""
+        """Whether an ordinary request sent now would be served."""
+        return not self.troubles()
+
+    def troubles(self) -> list[str]:
+        """Why an ordinary request sent now would not be served, in sentences; empty when it would."""
+        if self._stopping:
+            return ["the gateway is shutting down"]
         try:
             self._choose(self.settings.route)
-        except NoWorkerReady:
-            return False
-        return not self._stopping
+        except NoWorkerReady as error:
+            return [error.message, *self.stalls()]
+        return self.stalls()
+
+    def stalls(self) -> list[str]:
+        """A sentence for every decoding worker that runs requests without progress."""
+        now_s = time.monotonic()
+        progress = [
+            Progress(
+                name=link.worker.name,
+                role=link.worker.role,
+                running=link.stats.running,
+                last_progress_age_s=link.stats.last_progress_age_s + now_s - link.stats_taken_s,
+            )
+            for link in self.links
+            if link.state is LinkState.READY and link.stats is not None
+        ]
+        return stalled(progress, self.settings.stall_limit_s)
 
     async def start(self, timeout_s: float) -> None:
         """Attach to every worker and introduce them to each other. Raises NotReady."""
@@ -190,7 +216,7 @@ class Gateway:
                     self._walk_legs(live, route, prompt_token_ids, sampling, deadline_s)
                 )
                 legs.add_done_callback(live.legs_ended)
-                assembler = Assembler(self._tokenizer.decode, request.stop, sampling.max_tokens)
+                assembler = Assembler(self.tokenizer.decode, request.stop, sampling.max_tokens)
                 try:
                     first_token_s: float | None = None
                     async for chunk in self._chunks(live, assembler, deadline_s):
@@ -273,9 +299,7 @@ class Gateway:
                     )
                 )
                 return
-            ttl_s = self.settings.admission_ttl_s
-            if deadline_s is not None:
-                ttl_s = max(0.0, min(ttl_s, deadline_s - asyncio.get_running_loop().time()))
+            ttl_s = self._ttl_s(deadline_s)
             reservation = await decoding.client.reserve(
                 ReserveRequest(
                     request_id=live.request_id,
@@ -285,6 +309,7 @@ class Gateway:
                 )
             )
             live.hold(contexts[0])
+            ttl_s = self._ttl_s(deadline_s)  # waiting for the reservation has used some of it
             await contexts[0].client.prefill(
                 PrefillRequest(
                     request_id=live.request_id,
@@ -298,6 +323,13 @@ class Gateway:
         except (RequestError, WorkerRefused, WorkerUnreachable) as error:
             if not live.landed:
                 live.fail(from_worker(error, live.client_id))
+
+    def _ttl_s(self, deadline_s: float | None) -> float:
+        """What a leg may take: deadlines do not cross a process, remaining seconds do."""
+        ttl_s = self.settings.admission_ttl_s
+        if deadline_s is None:
+            return ttl_s
+        return max(0.0, min(ttl_s, deadline_s - asyncio.get_running_loop().time()))
 
     async def _chunks(
         self, live: LiveRequest, assembler: Assembler, deadline_s: float | None

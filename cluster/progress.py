@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from cluster.config import ClusterConfig
+from cluster.doors import Addresses
 
 
 class StartDisplay:
@@ -53,16 +54,21 @@ class StartDisplay:
         done = stage in ("ready", "serving")
         self._progress.update(self._tasks[name], description=stage, completed=int(done))
 
-    def ready(self, address: str, seconds: float, config: ClusterConfig) -> None:
+    def ready(self, addresses: Addresses, seconds: float, config: ClusterConfig) -> None:
         """The cluster serves."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
         roles = ", ".join(config.worker_roles())
         self._console.print(
-            f"[bold green]ready[/] on [bold]{address}[/] after {seconds:.1f} s", highlight=False
+            f"[bold green]ready[/] on [bold]{addresses.grpc}[/] after {seconds:.1f} s", highlight=False
         )
+        scheme = "https" if config.tls_cert_file else "http"
+        if addresses.http:
+            self._console.print(f"OpenAI: {scheme}://{addresses.http}/v1", highlight=False)
+        if addresses.metrics:
+            self._console.print(f"health and metrics: http://{addresses.metrics}", highlight=False)
         self._console.print(f"{config.pair}, {config.dtype}, {config.mode}: {roles}", highlight=False)
         self._console.print(
-            f"try: slipstream generate --server {address} 'Why is the sky blue?'", highlight=False
+            f"try: slipstream generate --server {addresses.grpc} 'Why is the sky blue?'", highlight=False
         )

@@ -21,10 +21,10 @@ from typing import TypeVar
 
 from cluster.actors import DEFAULT_HOST
 from cluster.config import ClusterConfig
+from cluster.doors import Addresses, Doors
 from cluster.gateway import Gateway, GatewaySettings
 from cluster.link import LinkTimes, WorkerAddress
 from cluster.local import LocalCluster, Report
-from cluster.service import Door
 from workers.pairs import resolve_pair
 from workers.tokenizer import Tokenizer
 
@@ -44,6 +44,7 @@ def make_gateway(config: ClusterConfig, workers: Sequence[WorkerAddress], tokeni
         route=config.mode,
         max_live_requests=config.max_live_requests,
         admission_ttl_s=config.admission_ttl_s,
+        stall_limit_s=config.stall_limit_s,
         times=LinkTimes(config.heartbeat_interval_s, config.heartbeat_timeout_s),
     )
     return Gateway(
@@ -71,12 +72,14 @@ async def running_gateway(
 async def serve(
     config: ClusterConfig,
     report: Report,
-    on_ready: Callable[[str, float], None],
+    on_ready: Callable[[Addresses, float], None],
     host_factory: str = DEFAULT_HOST,
 ) -> None:
-    """Serve until SIGINT or SIGTERM. `on_ready(address, seconds)` is called once. Raises what keeps it from serving."""
+    """Serve until SIGINT or SIGTERM; call `on_ready(addresses, seconds)` once. Raises what keeps it from serving."""
     started_s = time.monotonic()
-    check_listen(config.listen)
+    for listen in (config.listen, config.http, config.metrics):
+        if listen:
+            check_listen(listen)
     resolve_pair(config.pair)  # a wrong name should not cost a start of Ray
     loading = asyncio.create_task(asyncio.to_thread(load_tokenizer, config.pair))
     await asyncio.sleep(0)  # its thread starts before Ray blocks this one
@@ -88,18 +91,18 @@ async def serve(
         report("gateway", "connecting the workers")
         tokenizer = await _unless(stop, loading)
         gateway = make_gateway(config, cluster.workers, tokenizer)
-        door = Door(gateway)
+        doors = Doors(config, gateway)
         try:
             await _unless(stop, gateway.start(config.startup_timeout_s))
-            address = await door.start(config.listen)
-            await door.serving(True)
-            on_ready(address, time.monotonic() - started_s)
-            await _follow_health(door, gateway, stop)
+            addresses = await doors.start()
+            await doors.serving(True)
+            on_ready(addresses, time.monotonic() - started_s)
+            await _follow_health(doors, gateway, stop)
         finally:
             report("gateway", f"stopping; live requests get {config.drain_s:g} s to finish")
-            await door.serving(False)
+            await doors.serving(False)
             await gateway.stop(config.drain_s)
-            await door.stop(0.5)
+            await doors.stop(0.5)
     except _Stopped:
         pass
     finally:
@@ -121,13 +124,13 @@ def check_listen(listen: str) -> None:
             raise OSError(f"cannot listen on {listen}: {error.strerror}") from error
 
 
-async def _follow_health(door: Door, gateway: Gateway, stop: asyncio.Event) -> None:
+async def _follow_health(doors: Doors, gateway: Gateway, stop: asyncio.Event) -> None:
     """Until `stop`: the health service says SERVING as long as requests can be routed."""
     shown = True
     while not stop.is_set():
         if gateway.ready != shown:
             shown = gateway.ready
-            await door.serving(shown)
+            await doors.serving(shown)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HEALTH_INTERVAL_S):
                 await stop.wait()

@@ -23,6 +23,7 @@ from cluster.convert import chunk_to_proto, end_to_proto, request_from_proto, wo
 from cluster.errors import RequestError, WorkerFailed, to_status
 from cluster.gateway import Gateway
 from cluster.rpc.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+from cluster.security import TlsFiles, TokenFile, Unauthenticated
 from cluster.version import VERSION
 
 _log = logging.getLogger(__name__)
@@ -31,7 +32,8 @@ _log = logging.getLogger(__name__)
 Context: TypeAlias = Any
 
 # A prompt of a million token ids is 5 MB; gRPC's own limit is 4 MB.
-MAX_REQUEST_BYTES: Final = 16 * 1024 * 1024
+MAX_REQUEST_BYTES: Final = 32 * 1024 * 1024
+OPEN_METHODS: Final = "/grpc.health.v1.Health/"
 SERVICES: Final = ("cluster.rpc.v1.Inference", "cluster.rpc.v1.Admin")
 
 
@@ -120,16 +122,65 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return admin_pb2.ListWorkersResponse(workers=[worker_to_proto(link) for link in self._gateway.links])
 
 
+class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc ships no types
+    """Lets in who carries a token; health is open. Denied calls are answered before their message is even decoded."""
+
+    def __init__(self, tokens: TokenFile) -> None:
+        self._tokens = tokens
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        handler = await continuation(details)
+        if handler is None or details.method.startswith(OPEN_METHODS):
+            return handler
+        given = next((value for key, value in details.invocation_metadata if key == "authorization"), "")
+        try:
+            self._tokens.check(given)
+        except Unauthenticated as error:
+            return _denial(handler, to_status(error))
+        return handler
+
+
+def _denial(handler: Any, status: Any) -> Any:
+    """A handler of the same kind as the denied one: gRPC breaks on any other."""
+
+    async def unary(request: Any, context: Context) -> None:
+        await context.abort_with_status(status)
+
+    async def stream(request: Any, context: Context) -> AsyncIterator[bytes]:
+        await context.abort_with_status(status)
+        yield b""  # never reached; it makes this a generator
+
+    kinds = {
+        (False, False): (grpc.unary_unary_rpc_method_handler, unary),
+        (False, True): (grpc.unary_stream_rpc_method_handler, stream),
+        (True, False): (grpc.stream_unary_rpc_method_handler, unary),
+        (True, True): (grpc.stream_stream_rpc_method_handler, stream),
+    }
+    make, behaviour = kinds[(bool(handler.request_streaming), bool(handler.response_streaming))]
+    return make(behaviour)
+
+
+def _credentials(tls: TlsFiles) -> Any:
+    client_ca = tls.client_ca_file.read_bytes() if tls.client_ca_file is not None else None
+    pair = (tls.key_file.read_bytes(), tls.cert_file.read_bytes())
+    return grpc.ssl_server_credentials([pair], client_ca, require_client_auth=client_ca is not None)
+
+
 class Door:
     """The server of one gateway."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(
+        self, gateway: Gateway, *, tokens: TokenFile | None = None, tls: TlsFiles | None = None
+    ) -> None:
+        """Raises OSError for a TLS file that cannot be read."""
         self._health = HealthServicer()
+        self._credentials = _credentials(tls) if tls is not None else None
         self._server = grpc.aio.server(
+            interceptors=[Guard(tokens)] if tokens is not None else [],
             options=(
                 ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
                 ("grpc.so_reuseport", 0),  # a second server on the port must fail, not steal half the calls
-            )
+            ),
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(gateway), self._server)
         admin_pb2_grpc.add_AdminServicer_to_server(AdminService(gateway), self._server)
@@ -144,7 +195,10 @@ class Door:
     async def start(self, listen: str) -> str:
         """Listen on host:port, port 0 for any; returns the address. Raises OSError when it is taken."""
         try:
-            port = self._server.add_insecure_port(listen)
+            if self._credentials is None:
+                port = self._server.add_insecure_port(listen)
+            else:
+                port = self._server.add_secure_port(listen, self._credentials)
         except RuntimeError as error:
             raise OSError(f"cannot listen on {listen}: {error}") from error
         await self.serving(False)

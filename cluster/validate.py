@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from cluster.answers import AnswerRequest, ChatPrompt, ModelLimits, TextPrompt, TokenPrompt
-from cluster.errors import InvalidArgument, UnknownModel
+from cluster.errors import InvalidArgument, TooLongForModel, UnknownModel
 from workers.request import SamplingParams
 
 MAX_STOP_STRINGS = 16
@@ -58,7 +58,7 @@ def check_prompt_tokens(prompt_token_ids: Sequence[int], limits: ModelLimits) ->
             )
     longest = limits.max_seq_len - 1  # one position must be left for an output token
     if len(prompt_token_ids) > longest:
-        raise InvalidArgument(
+        raise TooLongForModel(
             f"the prompt has {len(prompt_token_ids)} tokens; with max_seq_len {limits.max_seq_len} "
             f"at most {longest} leave room for an answer",
             field="prompt",
@@ -75,7 +75,7 @@ def sampling_of(
     if max_tokens < 1:
         raise InvalidArgument(f"max_tokens is {max_tokens}; ask for at least 1", field="max_tokens", limit=1)
     if max_tokens > room:
-        raise InvalidArgument(
+        raise TooLongForModel(
             f"the prompt's {num_prompt_tokens} tokens plus max_tokens {max_tokens} exceed max_seq_len "
             f"{limits.max_seq_len}; at most {room} output tokens fit",
             field="max_tokens",

@@ -26,6 +26,18 @@ from workers.models.gguf import GgufFile, eos_token_ids
 _CONTROL, _USER_DEFINED = 3, 4  # GGUF's tokenizer.ggml.token_type
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
+
+def _byte_of_character() -> dict[str, int]:
+    """Byte-level BPE writes a printable byte as itself, and the others, in order, as the characters from 256 on."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + place): byte for place, byte in enumerate(others)
+    }
+
+
+_BYTE_OF_CHARACTER = _byte_of_character()
+
 # How text is cut before BPE, by the name GGUF gives the scheme (tokenizer.ggml.pre). Patterns as in the
 # families' own tokenizer.json files.
 _QWEN2_PATTERN = (
@@ -61,6 +73,7 @@ class Tokenizer:
         self._backend = parts.backend
         self._add_bos = parts.add_bos
         self._template = _compiled(path, parts.chat_template) if parts.chat_template else None
+        self._byte_level = "ByteLevel" in repr(parts.backend.decoder)  # alone, or in a sequence of decoders
 
     @classmethod
     def from_path(cls, path: Path) -> Tokenizer:
@@ -84,6 +97,15 @@ class Tokenizer:
         """Text of token ids; ids outside the vocabulary are left out."""
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that this token stands for, which may be part of a character; empty outside the vocabulary."""
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._byte_level and all(character in _BYTE_OF_CHARACTER for character in token):
+            return bytes(_BYTE_OF_CHARACTER[character] for character in token)
+        return (self.decode([token_id], skip_special_tokens=False)).encode()
 
     def stream(self, *, skip_special_tokens: bool = True) -> TextStream:
         """A decoder for one answer that arrives token by token."""

@@ -16,7 +16,9 @@ import pytest
 from cluster.answers import Route
 from cluster.client import AsyncClient
 from cluster.gateway import Gateway, GatewaySettings
+from cluster.http_door import HttpDoor, Operations, make_app, openai_routes
 from cluster.link import LinkTimes, WorkerAddress
+from cluster.security import TokenFile
 from cluster.service import Door
 from cluster.worker_server import WorkerServer
 from kvmanager.ids import WorkerEpoch
@@ -31,6 +33,7 @@ class FakeCluster:
     door: Door
     client: AsyncClient
     address: str
+    http: str  # http://host:port
     hosts: dict[str, FakeHost] = field(default_factory=dict)
     servers: dict[str, WorkerServer] = field(default_factory=dict)
 
@@ -45,7 +48,11 @@ StartCluster = Callable[..., Awaitable[FakeCluster]]
 
 
 async def start_fake_cluster(
-    stack: AsyncExitStack, hosts: Sequence[FakeHost], route: Route = "split", **settings: Any
+    stack: AsyncExitStack,
+    hosts: Sequence[FakeHost],
+    route: Route = "split",
+    tokens: TokenFile | None = None,
+    **settings: Any,
 ) -> FakeCluster:
     """Workers are named role-number, in order. `stack` stops everything in reverse."""
     servers, addresses = {}, []
@@ -71,7 +78,12 @@ async def start_fake_cluster(
     await door.serving(True)
     client = AsyncClient(address)
     stack.push_async_callback(client.close)
-    return FakeCluster(gateway, door, client, address, dict(zip(servers, hosts, strict=True)), servers)
+    request_ids = itertools.count()
+    routes = [*openai_routes(gateway, lambda: f"http-{next(request_ids)}"), *Operations(gateway).routes()]
+    http_door = HttpDoor(make_app(routes, tokens))
+    stack.push_async_callback(http_door.stop, 0.0)
+    http = f"http://{await http_door.start('127.0.0.1:0')}"
+    return FakeCluster(gateway, door, client, address, http, dict(zip(servers, hosts, strict=True)), servers)
 
 
 @pytest.fixture

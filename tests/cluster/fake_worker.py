@@ -14,6 +14,9 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
 
 from kvmanager.ids import PageId, RequestId, TransferId, WorkerEpoch
 from workers.config import WorkerConfig
@@ -49,6 +52,9 @@ class ByteTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token_ids).decode("utf-8", "replace")
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id])
+
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         return self.encode("".join(message["content"] for message in messages))
 
@@ -75,6 +81,8 @@ class FakeHost:
     prefill_refusal: WorkerRefused | None = None
     refuse_hello: str = ""
     error_after: int | None = None  # tokens after which a request ends in an error
+    step_s: float = 0.001
+    stats_change: dict[str, Any] = field(default_factory=dict)  # figures that `stats` reports instead
 
     def __post_init__(self) -> None:
         self.epoch = WorkerEpoch(uuid.uuid4().hex)
@@ -98,6 +106,7 @@ class FakeHost:
         self.hold = threading.Event()
         self.jobs: dict[RequestId, _Job] = {}
         self.seen: list[RequestId] = []
+        self.samplings: list[SamplingParams] = []
         self.cancelled: list[RequestId] = []
         self.connected: set[WorkerEpoch] = set()
         self.running = False
@@ -172,7 +181,7 @@ class FakeHost:
         return epoch
 
     def stats(self) -> WorkerStats:
-        return WorkerStats(
+        stats = WorkerStats(
             role=self.role,
             epoch=self.epoch,
             running=len(self.jobs),
@@ -196,6 +205,7 @@ class FakeHost:
             steps=0,
             last_progress_age_s=0.0,
         )
+        return msgspec.structs.replace(stats, **self.stats_change)
 
     def _refuse(self) -> None:
         if self.refusal is not None:
@@ -206,6 +216,7 @@ class FakeHost:
         self, request_id: RequestId, prompt: tuple[int, ...], sampling: SamplingParams, *, landed: bool
     ) -> None:
         self.seen.append(request_id)
+        self.samplings.append(sampling)
         job = _Job(prompt, sampling, landed=landed)
         self._commands.put(lambda: self.jobs.__setitem__(request_id, job))
 
@@ -216,7 +227,7 @@ class FakeHost:
             outputs = [] if self.hold.is_set() else self._step()
             if outputs and self._sink is not None:
                 self._sink(TokenFrame(tuple(outputs)))
-            time.sleep(0.001)
+            time.sleep(self.step_s)
 
     def _step(self) -> list[RequestOutput]:
         outputs = []

@@ -1,0 +1,77 @@
+"""All doors of one gateway: gRPC always, HTTP and the operators' port when they are configured.
+
+The operators' port serves health and metrics only, without tokens and without TLS, for a network that no client
+reaches. The HTTP door serves them too, under the rules of all its other paths.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.config import ClusterConfig, ConfigError
+from cluster.gateway import Gateway
+from cluster.http_door import HttpDoor, Operations, make_app, openai_routes
+from cluster.security import TlsFiles, TokenFile, TokenFileError
+from cluster.service import Door
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where the doors listen; empty for one that does not."""
+
+    grpc: str
+    http: str = ""
+    metrics: str = ""
+
+
+class Doors:
+    """Start them once, stop them once. Raises ConfigError for a token or TLS file that cannot be used."""
+
+    def __init__(self, config: ClusterConfig, gateway: Gateway) -> None:
+        self._config = config
+        with _config_errors():
+            tokens = TokenFile(Path(config.token_file)) if config.token_file else None
+            tls = _tls_files(config)
+            self._grpc = Door(gateway, tokens=tokens, tls=tls)
+        operations = Operations(gateway)
+        routes = [*openai_routes(gateway, lambda: uuid.uuid4().hex), *operations.routes()]
+        self._http = HttpDoor(make_app(routes, tokens), tls)
+        self._metrics = HttpDoor(make_app(operations.routes()))
+
+    async def start(self) -> Addresses:
+        """Raises OSError when a port is taken."""
+        config = self._config
+        grpc = await self._grpc.start(config.listen)
+        http = await self._http.start(config.http) if config.http else ""
+        metrics = await self._metrics.start(config.metrics) if config.metrics else ""
+        return Addresses(grpc, http, metrics)
+
+    async def serving(self, ready: bool) -> None:
+        """What the gRPC health service says; over HTTP health is asked of the gateway itself."""
+        await self._grpc.serving(ready)
+
+    async def stop(self, grace_s: float) -> None:
+        await self._grpc.stop(grace_s)
+        await self._http.stop(grace_s)
+        await self._metrics.stop(0.0)
+
+
+def _tls_files(config: ClusterConfig) -> TlsFiles | None:
+    if not config.tls_cert_file:
+        return None
+    client_ca = Path(config.tls_client_ca_file) if config.tls_client_ca_file else None
+    return TlsFiles(Path(config.tls_cert_file), Path(config.tls_key_file), client_ca)
+
+
+@contextlib.contextmanager
+def _config_errors() -> Iterator[None]:
+    try:
+        yield
+    except TokenFileError as error:
+        raise ConfigError(str(error)) from error
+    except OSError as error:
+        raise ConfigError(f"cannot read the TLS file {error.filename}: {error.strerror}") from error

@@ -1,0 +1,32 @@
+"""Whether a cluster makes progress: pure judgements over what workers last said of themselves.
+
+A worker that runs requests and has not moved for longer than the limit is stalled, however alive its process looks. The
+age of the figures counts: a worker that stopped talking has not moved since then, as far as anybody knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from workers.request import Role
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """One attached worker: requests it runs, and seconds since its engine last did something."""
+
+    name: str
+    role: Role
+    running: int
+    last_progress_age_s: float
+
+
+def stalled(workers: Iterable[Progress], limit_s: float) -> list[str]:
+    """A sentence for every decoding worker that runs requests without progress."""
+    return [
+        f"{worker.name} runs {worker.running} requests and made no progress for "
+        f"{worker.last_progress_age_s:.0f} s"
+        for worker in workers
+        if worker.role != "context" and worker.running > 0 and worker.last_progress_age_s > limit_s
+    ]

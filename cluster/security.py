@@ -1,0 +1,102 @@
+"""Who may speak to the doors: bearer tokens from a file, and the files of TLS.
+
+A token file holds one token per line; blank lines and lines that start with # are skipped. It is read again when it
+changed, so tokens come and go without a restart. A file that cannot be read, or holds no token at this moment, changes
+nothing: it may be in the middle of being replaced. What a refusal says depends on nothing that was sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.errors import RequestError
+
+_log = logging.getLogger(__name__)
+
+_SCHEME = "bearer "
+
+
+class Unauthenticated(RequestError):
+    """No token, or one that is not known here."""
+
+    code = "UNAUTHENTICATED"
+    reason = "INVALID_API_KEY"
+
+
+class TokenFileError(Exception):
+    """The token file cannot be used; the message says why."""
+
+
+class TokenFile:
+    """The tokens that may pass. Raises TokenFileError when the file is not usable to begin with."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._version = _version(path)
+        self._digests = _read(path)
+
+    def check(self, authorization: str) -> None:
+        """Raise Unauthenticated unless this value of the `authorization` header carries a known token."""
+        self._follow()
+        scheme, token = authorization[: len(_SCHEME)].lower(), authorization[len(_SCHEME) :].strip()
+        given = _digest(token)
+        # Digests have one length and every one is compared: time tells neither which token is near nor how near.
+        known = False
+        for digest in self._digests:
+            known |= hmac.compare_digest(digest, given)
+        if scheme != _SCHEME or not known:
+            raise Unauthenticated("a valid bearer token is needed")
+
+    def _follow(self) -> None:
+        try:
+            version = _version(self._path)
+            if version == self._version:
+                return
+            self._digests = _read(self._path)
+        except TokenFileError as error:
+            if self._version is not None:
+                _log.warning("%s; the tokens read before stay valid", error)
+            self._version = None
+            return
+        self._version = version
+        _log.info("read %d tokens from %s", len(self._digests), self._path)
+
+
+Version = tuple[int, int, int]
+
+
+def _version(path: Path) -> Version | None:
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise TokenFileError(f"cannot read the token file {path}: {error.strerror}") from error
+    return (status.st_mtime_ns, status.st_size, status.st_ino)
+
+
+def _read(path: Path) -> tuple[bytes, ...]:
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenFileError(f"cannot read the token file {path}: {error}") from error
+    tokens = [line for line in lines if line and not line.startswith("#")]
+    if not tokens:
+        raise TokenFileError(f"the token file {path} holds no token")
+    return tuple(_digest(token) for token in tokens)
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
+
+
+@dataclass(frozen=True)
+class TlsFiles:
+    """PEM files of a server. With `client_ca_file` a client must show a certificate signed by it (mTLS)."""
+
+    cert_file: Path
+    key_file: Path
+    client_ca_file: Path | None = None
