@@ -33,17 +33,25 @@ _KEY_BYTES = 16
 
 
 def page_keys(
-    token_ids: Sequence[int], page_size: int, *, model_pair: str, salt: str = ""
+    token_ids: Sequence[int],
+    page_size: int,
+    *,
+    model_pair: str,
+    salt: str = "",
+    known: Sequence[PageKey] = (),
 ) -> tuple[PageKey, ...]:
-    """Keys of all full pages of a prompt, in position order. `model_pair` names weights, dtype and KV form."""
+    """Keys of all full pages of a prompt, in position order. `model_pair` names weights, dtype and KV form.
+
+    `known`: the keys of its first pages, where they have been worked out before.
+    """
     seed = hashlib.blake2b(digest_size=_KEY_BYTES)
     for part in (model_pair, salt):  # with lengths, so that no two pairs of texts read alike
         seed.update(len(part.encode()).to_bytes(8, "little") + part.encode())
-    key = seed.digest()
-    keys: list[PageKey] = []
+    keys = list(known)
+    key: bytes = keys[-1] if keys else seed.digest()
     packed = np.asarray(token_ids, dtype="<i8").tobytes()
     width = page_size * 8
-    for end in range(width, len(packed) + 1, width):
+    for end in range((len(keys) + 1) * width, len(packed) + 1, width):
         key = hashlib.blake2b(key + packed[end - width : end], digest_size=_KEY_BYTES).digest()
         keys.append(PageKey(key))
     return tuple(keys)

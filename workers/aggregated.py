@@ -21,6 +21,7 @@ from workers.errors import Overloaded
 from workers.faults import Fault
 from workers.limits import EngineLimits
 from workers.request import RequestOutput, SubmitRequest
+from workers.reuse import PrefixReuse
 from workers.runner import ModelRunner
 from workers.sequence import Sequence
 
@@ -39,6 +40,7 @@ class AggregatedEngine:
         self.counters = EngineCounters()
         self._runner = runner
         self._limits = limits
+        self._reuse = PrefixReuse(ledger, limits)
         self._waiting: deque[Sequence] = deque()
         self._prefilling: deque[Sequence] = deque()
         self._decoding: list[Sequence] = []
@@ -55,7 +57,9 @@ class AggregatedEngine:
                 f"{len(self._waiting)} requests are waiting already (max_waiting)", retry_after_s=1.0
             )
         self._waiting.append(
-            self._limits.sequence(request.request_id, request.prompt_token_ids, request.sampling)
+            self._limits.sequence(
+                request.request_id, request.prompt_token_ids, request.sampling, request.cache_salt
+            )
         )
 
     def step(self, now_s: float) -> list[EngineEvent]:
@@ -98,6 +102,7 @@ class AggregatedEngine:
 
     def inject(self, fault: Fault) -> None:
         self._runner.fault = fault
+        self._reuse.inject(fault)
 
     def check(self) -> None:
         """Raise when the ledgers are corrupt or hold something although the engine is empty."""
@@ -123,10 +128,14 @@ class AggregatedEngine:
             sequence = self._waiting[0]
             try:
                 self.ledger.reserve(
-                    sequence.request_id, sequence.num_prompt_tokens + sequence.sampling.max_tokens
+                    sequence.request_id,
+                    sequence.num_prompt_tokens + sequence.sampling.max_tokens,
+                    self._reuse.prefix(sequence),
                 )
             except (PoolExhausted, SlotsExhausted):
                 return
+            sequence.cached_prompt_tokens = self.ledger.length(sequence.request_id)
+            self.counters.cached_prompt_tokens += sequence.cached_prompt_tokens
             self._prefilling.append(self._waiting.popleft())
 
     def _prefill(self, sequence: Sequence) -> None:
@@ -137,6 +146,7 @@ class AggregatedEngine:
         self.counters.prompt_tokens_computed += end - start
         if logits_1V is None:
             return
+        self._reuse.leave_prompt(sequence)
         token, logprob = self.decode.first_token(sequence, logits_1V)
         self._prefilling.popleft()
         self._decoding.append(sequence)
@@ -147,6 +157,7 @@ class AggregatedEngine:
     def _drop_finished(self) -> None:
         for sequence in self._decoding:
             if sequence.finish_reason is not None:
+                self._reuse.leave_answer(sequence)
                 self.ledger.free(sequence.request_id)
                 self.decode.forget(sequence.request_id)
                 self.counters.requests_finished += 1

@@ -103,6 +103,7 @@ def load_models(config: WorkerConfig) -> Models:
             num_layers=decoder.config.num_layers,
             embed_weight=decoder.embed_weight,
             lm_head_weight=decoder.lm_head_weight,
+            lm_head=decoder.lm_head,
             fingerprint=decoder.fingerprint,
         )
         drafter = load_drafter(pair.drafter_path, facts)
@@ -175,8 +176,10 @@ def build(config: WorkerConfig, models: Models, make_port: MakePort | None = Non
         max_seq_len=max_seq_len,
         max_waiting=config.max_waiting,
         chunk_tokens=_whole_pages(config.chunk_tokens, config.page_size),
+        page_size=config.page_size,
         max_draft_tokens=max_draft_tokens,
         eos_token_ids=frozenset(decoder.config.eos_token_ids),
+        model_pair=_model_pair(config, models) if config.prefix_cache else "",
     )
     epoch = WorkerEpoch(uuid.uuid4().hex)
     port: TransferPort | None = None
@@ -303,6 +306,11 @@ def _fingerprint(config: WorkerConfig, models: Models, ledger: KvLedger) -> Fing
         draft_mode=ledger.draft_kv or "none",
         num_draft_tokens=models.drafter.max_draft_tokens if models.drafter is not None else 0,
     )
+
+
+def _model_pair(config: WorkerConfig, models: Models) -> str:
+    """What makes KV of the same tokens the same."""
+    return f"{models.decoder.fingerprint} {models.drafter_fingerprint} {config.dtype}"
 
 
 def _nixl_port(epoch: WorkerEpoch, role: str, fingerprint: Fingerprint, pools: Pools) -> TransferPort:

@@ -34,6 +34,7 @@ from workers.faults import Fault
 from workers.handoff import bytes_apart, to_handoff
 from workers.limits import EngineLimits
 from workers.request import Prefilled, PrefillRequest
+from workers.reuse import PrefixReuse
 from workers.runner import ModelRunner
 from workers.sequence import Sequence
 
@@ -71,6 +72,7 @@ class ContextEngine:
         self._runner = runner
         self._limits = limits
         self._port = port
+        self._reuse = PrefixReuse(ledger, limits)
         self._ship_draft = True
         self._waiting: deque[_ContextJob] = deque()
         self._prefilling: deque[_ContextJob] = deque()
@@ -91,7 +93,17 @@ class ContextEngine:
         check_pool(num_tokens, self.ledger)
         if len(self._waiting) >= self._limits.max_waiting:
             raise Overloaded(f"{len(self._waiting)} prompts are waiting already (max_waiting)")
-        sequence = self._limits.sequence(request.request_id, request.prompt_token_ids, request.sampling)
+        first = request.reservation.first_position
+        if first % self._limits.page_size or not 0 <= first < num_tokens:
+            raise InvalidRequest(
+                f"the reservation asks for KV from position {first} of {num_tokens} on: pages start at multiples of "
+                f"{self._limits.page_size} here",
+                field="reservation.first_position",
+                limit=self._limits.page_size,
+            )
+        sequence = self._limits.sequence(
+            request.request_id, request.prompt_token_ids, request.sampling, request.cache_salt
+        )
         self._waiting.append(_ContextJob(request, sequence, now_s + request.ttl_s))
 
     def step(self, now_s: float) -> list[EngineEvent]:
@@ -138,6 +150,7 @@ class ContextEngine:
 
     def inject(self, fault: Fault) -> None:
         self._runner.fault = fault
+        self._reuse.inject(fault)
         self._ship_draft = fault is not Fault.EMPTY_CONTEXT
 
     def check(self) -> None:
@@ -172,10 +185,14 @@ class ContextEngine:
             job = self._waiting[0]
             request = job.request
             try:
-                self.ledger.reserve(request.request_id, job.sequence.num_prompt_tokens)
+                self.ledger.reserve(
+                    request.request_id, job.sequence.num_prompt_tokens, self._reuse.prefix(job.sequence)
+                )
             except (PoolExhausted, SlotsExhausted):
                 return
             self._waiting.popleft()
+            job.sequence.cached_prompt_tokens = self.ledger.length(request.request_id)
+            self.counters.cached_prompt_tokens += job.sequence.cached_prompt_tokens
             try:
                 self._open_transfer(job, now_s)
             except TransceiverError as error:
@@ -183,15 +200,19 @@ class ContextEngine:
                 self._end(job, _refusal(error))
 
     def _open_transfer(self, job: _ContextJob, now_s: float) -> None:
-        """Start shipping an admitted prompt; from here on the transfer co-owns its pages."""
+        """Start shipping an admitted prompt; from here on the transfer co-owns its pages.
+
+        A transfer counts tokens and pages from the first position that the other side lacks.
+        """
         reservation, request_id = job.request.reservation, job.request.request_id
         job.ships_draft = job.sequence.drafting and self._ship_draft
+        pages, skipped = self.ledger.pages(request_id), reservation.first_position // self._limits.page_size
         self._port.open(
             SendSpec(
                 transfer=job.transfer,
                 peer=reservation.generation_epoch,
-                num_tokens=job.sequence.num_prompt_tokens,
-                source=self.ledger.pages(request_id),
+                num_tokens=job.sequence.num_prompt_tokens - reservation.first_position,
+                source=Pages(pages.target[skipped:], pages.draft[skipped:]),
                 destination=Pages(reservation.target_pages, reservation.draft_pages),
                 ship_draft=job.ships_draft,
                 ttl_s=max(job.deadline_s - now_s, 0.0),
@@ -200,6 +221,10 @@ class ContextEngine:
         self.ledger.lease(request_id, job.transfer)
         self._transfers[job.transfer] = job
         self._prefilling.append(job)
+        self._push(job, self.ledger.length(request_id))  # what the cache had can go at once
+
+    def _push(self, job: _ContextJob, end_position: int) -> None:
+        self._port.push(job.transfer, max(end_position - job.request.reservation.first_position, 0))
 
     def _prefill(self, job: _ContextJob) -> None:
         sequence = job.sequence
@@ -209,11 +234,12 @@ class ContextEngine:
         self.ledger.commit(sequence.request_id, end)
         self.counters.prompt_tokens_computed += end - start
         if logits_1V is None:
-            self._port.push(job.transfer, end)
+            self._push(job, end)
             return
+        self._reuse.leave_prompt(sequence)
         token, logprob = self.decode.first_token(sequence, logits_1V)
         sequence.take([token])
-        self._port.finish(job.transfer, to_handoff(sequence, logprob))
+        self._port.finish(job.transfer, to_handoff(sequence, logprob, job.request.reservation.first_position))
         self._stop(job)
 
     def _stop(self, job: _ContextJob) -> None:

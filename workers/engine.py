@@ -57,6 +57,7 @@ class EngineCounters:
 
     steps: int = 0
     prompt_tokens_computed: int = 0
+    cached_prompt_tokens: int = 0
     kv_bytes_target: int = 0
     kv_bytes_draft: int = 0
     transfers_done: int = 0

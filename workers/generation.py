@@ -15,7 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvmanager.errors import PoolExhausted, SlotsExhausted
-from kvmanager.ids import RequestId, TransferId, WorkerEpoch
+from kvmanager.ids import PageId, RequestId, TransferId, WorkerEpoch
+from kvmanager.layout import KvGeometry
 from kvmanager.ledger import KvLedger
 from transceiver.port import Broke, Delivered, Landed, Pages, ReceiveSpec, TransferPort
 from workers.admission import check_lengths, check_sampling
@@ -26,6 +27,7 @@ from workers.faults import Fault
 from workers.handoff import bytes_apart, first_logprob
 from workers.limits import EngineLimits
 from workers.request import RequestOutput, Reservation, ReserveRequest
+from workers.reuse import PrefixReuse
 from workers.runner import ModelRunner
 from workers.sequence import Sequence
 
@@ -60,6 +62,7 @@ class GenerationEngine:
         self.counters = EngineCounters()
         self._runner = runner
         self._limits = limits
+        self._reuse = PrefixReuse(ledger, limits)
         self._port = port
         self._epoch = epoch
         self._new_id = new_id
@@ -72,6 +75,19 @@ class GenerationEngine:
         """Queue for admission; `Granted` or `Refused` answers. Raises InvalidRequest or Overloaded at once."""
         if request.num_prompt_tokens < 1:
             raise InvalidRequest("the prompt is empty: send at least one token", field="prompt", limit=1)
+        if request.prompt_token_ids and len(request.prompt_token_ids) != request.num_prompt_tokens:
+            raise InvalidRequest(
+                f"{len(request.prompt_token_ids)} prompt tokens came with num_prompt_tokens "
+                f"{request.num_prompt_tokens}",
+                field="prompt",
+                limit=request.num_prompt_tokens,
+            )
+        if request.position_multiple < 1:
+            raise InvalidRequest(
+                f"position_multiple is {request.position_multiple}: it must be at least 1",
+                field="position_multiple",
+                limit=1,
+            )
         check_sampling(request.sampling)
         check_lengths(
             request.num_prompt_tokens, request.sampling.max_tokens, self._limits.max_seq_len, self.ledger
@@ -79,7 +95,11 @@ class GenerationEngine:
         if len(self._waiting) >= self._limits.max_waiting:
             raise Overloaded(f"{len(self._waiting)} requests are waiting already (max_waiting)")
         sequence = self._limits.remote_sequence(
-            request.request_id, request.num_prompt_tokens, request.sampling
+            request.request_id,
+            request.num_prompt_tokens,
+            request.sampling,
+            request.prompt_token_ids,
+            request.cache_salt,
         )
         self._waiting.append(_GenerationJob(request, sequence, now_s + request.ttl_s))
 
@@ -143,6 +163,7 @@ class GenerationEngine:
 
     def inject(self, fault: Fault) -> None:
         self._runner.fault = fault
+        self._reuse.inject(fault)
 
     def check(self) -> None:
         """Raise when ledger and jobs disagree: every slot belongs to an open transfer or a decoding request."""
@@ -177,19 +198,26 @@ class GenerationEngine:
             job = self._waiting[0]
             request_id, prompt = job.request.request_id, job.request.num_prompt_tokens
             try:
-                self.ledger.reserve(request_id, prompt + job.request.sampling.max_tokens)
+                self.ledger.reserve(
+                    request_id,
+                    prompt + job.request.sampling.max_tokens,
+                    self._reuse.prefix(job.sequence, job.request.position_multiple),
+                )
             except (PoolExhausted, SlotsExhausted):
                 return
             self._waiting.popleft()
+            first_position = self.ledger.length(request_id)
             job.transfer = TransferId(self._new_id())
             pages = self.ledger.pages(request_id)
-            target_pages = pages.target[: self.ledger.target.geometry.pages_for(prompt)]
+            target_pages = _tail(pages.target, self.ledger.target.geometry, first_position, prompt)
             draft = self.ledger.draft
-            draft_pages = pages.draft[: draft.geometry.pages_for(prompt)] if draft is not None else ()
+            draft_pages = (
+                _tail(pages.draft, draft.geometry, first_position, prompt) if draft is not None else ()
+            )
             self._port.expect(
                 ReceiveSpec(
                     transfer=job.transfer,
-                    num_tokens=prompt,
+                    num_tokens=prompt - first_position,
                     destination=Pages(target_pages, draft_pages),
                     ttl_s=max(job.deadline_s - now_s, 0.0),
                 )
@@ -200,6 +228,7 @@ class GenerationEngine:
                 generation_epoch=self._epoch,
                 target_pages=target_pages,
                 draft_pages=draft_pages,
+                first_position=first_position,
             )
             self._events.append(Granted(request_id, reservation))
 
@@ -220,6 +249,10 @@ class GenerationEngine:
         if self._runner.fault is Fault.EMPTY_CONTEXT:
             sequence.draft_origin = sequence.num_prompt_tokens
         self.ledger.commit(sequence.request_id, sequence.num_prompt_tokens)
+        if event.handoff.draft_shipped:
+            self._reuse.leave_prompt(sequence)
+        sequence.cached_prompt_tokens = sequence.num_prompt_tokens - event.handoff.prompt_tokens_computed
+        self.counters.cached_prompt_tokens += sequence.cached_prompt_tokens
         token = event.handoff.first_token
         sequence.take([token])
         self._decoding.append(sequence)
@@ -243,10 +276,18 @@ class GenerationEngine:
     def _drop_finished(self) -> None:
         for sequence in self._decoding:
             if sequence.finish_reason is not None:
+                self._reuse.leave_answer(sequence)
                 self.ledger.free(sequence.request_id)
                 self.decode.forget(sequence.request_id)
                 self.counters.requests_finished += 1
         self._decoding = [s for s in self._decoding if s.finish_reason is None]
+
+
+def _tail(
+    pages: tuple[PageId, ...], geometry: KvGeometry, first_position: int, num_tokens: int
+) -> tuple[PageId, ...]:
+    """The pages of positions first_position .. num_tokens - 1; the former is a page's first."""
+    return pages[first_position // geometry.page_size : geometry.pages_for(num_tokens)]
 
 
 def _error(request_id: RequestId, reason: str) -> RequestOutput:

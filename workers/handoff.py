@@ -8,10 +8,13 @@ from workers.request import TokenLogprob
 from workers.sequence import Sequence
 
 
-def to_handoff(sequence: Sequence, logprob: TokenLogprob | None) -> Handoff:
-    """What decoding needs of a finished prompt. Its first token has no KV: it is not among `num_tokens`."""
+def to_handoff(sequence: Sequence, logprob: TokenLogprob | None, first_position: int) -> Handoff:
+    """What decoding needs of a finished prompt whose KV was shipped from `first_position` on.
+
+    Its first token has no KV: it is not among `num_tokens`.
+    """
     return Handoff(
-        num_tokens=sequence.num_prompt_tokens,
+        num_tokens=sequence.num_prompt_tokens - first_position,
         first_token=sequence.output[0],
         first_logprob=logprob.logprob if logprob is not None else None,
         first_top_logprobs=logprob.top if logprob is not None else (),

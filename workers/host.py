@@ -183,6 +183,8 @@ class EngineHost:
             requests_finished=counters.requests_finished,
             steps=counters.steps,
             last_progress_age_s=time.monotonic() - self._last_progress_s,
+            cached_pages=usage.cached_pages,
+            cached_prompt_tokens=counters.cached_prompt_tokens,
         )
 
     async def _ask(self, request_id: RequestId | None, command: Callable[[float], None]) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from kvmanager.ids import RequestId
+from kvmanager.ids import PageKey, RequestId
+from kvmanager.prefix import page_keys
 from workers.request import SamplingParams
 from workers.sequence import Sequence
 
@@ -13,28 +15,51 @@ from workers.sequence import Sequence
 class EngineLimits:
     """`chunk_tokens`: prompt positions computed per step, a multiple of the page size so that pages travel once.
 
-    `max_draft_tokens`: 0 on a worker without a drafter.
+    `max_draft_tokens`: 0 on a worker without a drafter. `model_pair` names what KV means, for the prefix cache; empty
+    on a worker without one.
     """
 
     vocab_size: int
     max_seq_len: int
     max_waiting: int
     chunk_tokens: int
+    page_size: int
     max_draft_tokens: int
     eos_token_ids: frozenset[int]
+    model_pair: str = ""
 
-    def sequence(self, request_id: RequestId, prompt: tuple[int, ...], sampling: SamplingParams) -> Sequence:
-        """A new sequence whose prompt tokens are known here."""
-        return self._sequence(request_id, len(prompt), sampling, prompt)
+    def page_keys(
+        self, token_ids: Items[int], salt: str, known: tuple[PageKey, ...] = ()
+    ) -> tuple[PageKey, ...]:
+        """Names of the full pages of these tokens; none on a worker without a prefix cache."""
+        if not self.model_pair:
+            return ()
+        return page_keys(token_ids, self.page_size, model_pair=self.model_pair, salt=salt, known=known)
+
+    def sequence(
+        self, request_id: RequestId, prompt: tuple[int, ...], sampling: SamplingParams, salt: str = ""
+    ) -> Sequence:
+        """A new sequence that is computed here."""
+        return self._sequence(request_id, len(prompt), sampling, prompt, salt)
 
     def remote_sequence(
-        self, request_id: RequestId, num_prompt_tokens: int, sampling: SamplingParams
+        self,
+        request_id: RequestId,
+        num_prompt_tokens: int,
+        sampling: SamplingParams,
+        prompt: tuple[int, ...] = (),
+        salt: str = "",
     ) -> Sequence:
-        """A new sequence whose prompt is computed elsewhere: only its length is known here."""
-        return self._sequence(request_id, num_prompt_tokens, sampling, ())
+        """A new sequence whose prompt is computed elsewhere: of it only the length need be known here."""
+        return self._sequence(request_id, num_prompt_tokens, sampling, prompt, salt)
 
     def _sequence(
-        self, request_id: RequestId, num_prompt_tokens: int, sampling: SamplingParams, prompt: tuple[int, ...]
+        self,
+        request_id: RequestId,
+        num_prompt_tokens: int,
+        sampling: SamplingParams,
+        prompt: tuple[int, ...],
+        salt: str,
     ) -> Sequence:
         return Sequence(
             request_id=request_id,
@@ -44,4 +69,6 @@ class EngineLimits:
             drafting=self.max_draft_tokens > 0 and sampling.draft_tokens != 0,
             max_draft_tokens=self.max_draft_tokens,
             prompt_token_ids=prompt,
+            page_keys=self.page_keys(prompt, salt),
+            cache_salt=salt,
         )

@@ -45,19 +45,32 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
 
 class ReserveRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """`prompt_token_ids` may be left out; then no page of the prompt is looked for in the prefix cache.
+
+    `cache_salt` keeps tenants apart there. `position_multiple`: what KV is shipped from a position that the context
+    worker's page size divides too.
+    """
+
     request_id: RequestId
     num_prompt_tokens: int
     sampling: SamplingParams
     ttl_s: float
+    prompt_token_ids: tuple[int, ...] = ()
+    cache_salt: str = ""
+    position_multiple: int = 1
 
 
 class Reservation(msgspec.Struct, frozen=True, kw_only=True):
-    """A generation worker's promise: these pages hold the prompt's KV of `transfer_id` until it ends."""
+    """A generation worker's promise: these pages hold the prompt's KV of `transfer_id` until it ends.
+
+    It has the KV of positions 0 .. first_position - 1 already; the pages are those from there on.
+    """
 
     transfer_id: TransferId
     generation_epoch: WorkerEpoch
     target_pages: tuple[PageId, ...]
     draft_pages: tuple[PageId, ...]
+    first_position: int = 0
 
 
 class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +79,7 @@ class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     reservation: Reservation
     ttl_s: float
+    cache_salt: str = ""
 
 
 class Prefilled(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +93,7 @@ class SubmitRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: RequestId
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    cache_salt: str = ""
 
 
 class RequestStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +102,7 @@ class RequestStats(msgspec.Struct, frozen=True, kw_only=True):
     `decode_steps` counts target decode steps; `decode_tokens` the tokens they emitted (the first token, which
     prefill emits, counts in neither). `accepted_by_position[j]` counts steps whose draft position j was accepted,
     out of `drafted_by_position[j]` steps that drafted it. `*_first8` cover the first 8 decode steps alone.
+    `cached_prompt_tokens` were computed for an earlier prompt and by nobody for this one.
     """
 
     prompt_tokens: int
@@ -100,6 +116,7 @@ class RequestStats(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens_computed: int
     kv_bytes_target: int
     kv_bytes_draft: int
+    cached_prompt_tokens: int = 0
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,7 +135,10 @@ class TokenFrame(msgspec.Struct, frozen=True):
 
 
 class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's counters since start and its present occupancy."""
+    """A worker's counters since start and its present occupancy.
+
+    Pages in use belong to requests or transfers; `cached_pages` of the others hold prefixes until they are wanted.
+    """
 
     role: Role
     epoch: WorkerEpoch
@@ -142,6 +162,8 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     requests_finished: int
     steps: int
     last_progress_age_s: float
+    cached_pages: int = 0
+    cached_prompt_tokens: int = 0
 
 
 class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
-from kvmanager.ids import RequestId
+from kvmanager.ids import PageKey, RequestId
 from workers.request import FinishReason, RequestOutput, RequestStats, SamplingParams, TokenLogprob
 
 EARLY_STEPS = 8
@@ -21,6 +21,7 @@ EARLY_STEPS = 8
 class Sequence:
     """State of one request. `drafting` is False when it asked for no drafts or the worker has no drafter.
 
+    `page_keys` name the prompt's full pages in the prefix cache; none when it is not to be looked for there.
     `draft_origin` is the first position the drafter's context covers: 0 in service, moved only by an injected fault.
     """
 
@@ -31,6 +32,9 @@ class Sequence:
     drafting: bool
     max_draft_tokens: int
     prompt_token_ids: tuple[int, ...] = ()
+    page_keys: tuple[PageKey, ...] = ()
+    cache_salt: str = ""
+    cached_prompt_tokens: int = 0
     draft_origin: int = 0
     output: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -100,6 +104,7 @@ class Sequence:
             prompt_tokens_computed=self.prompt_tokens_computed,
             kv_bytes_target=self.kv_bytes_target,
             kv_bytes_draft=self.kv_bytes_draft,
+            cached_prompt_tokens=self.cached_prompt_tokens,
         )
 
     def report(self, tokens: Items[int], logprobs: Items[TokenLogprob] = ()) -> RequestOutput:

@@ -111,6 +111,7 @@ class SplitPair:
         self.outcomes: dict[RequestId, Outcome] = {}
         self.prompts: dict[RequestId, tuple[int, ...]] = {}
         self.sampling: dict[RequestId, SamplingParams] = {}
+        self.salts: dict[RequestId, str] = {}
         self.now_s = 0.0
         self.baseline = self.usage()
 
@@ -120,14 +121,29 @@ class SplitPair:
     def usage(self) -> tuple[LedgerUsage, LedgerUsage]:
         return self.context.ledger.usage(), self.generation.ledger.usage()
 
-    def ask(self, prompt: Sequence[int], sampling: SamplingParams, ttl_s: float = 30.0) -> RequestId:
+    def ask(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        ttl_s: float = 30.0,
+        *,
+        salt: str = "",
+        position_multiple: int = 1,
+    ) -> RequestId:
         request_id = RequestId(f"r{next(self._ids)}")
         self.outcomes[request_id] = Outcome()
         self.prompts[request_id] = tuple(prompt)
         self.sampling[request_id] = sampling
+        self.salts[request_id] = salt
         self.generation.reserve(
             ReserveRequest(
-                request_id=request_id, num_prompt_tokens=len(prompt), sampling=sampling, ttl_s=ttl_s
+                request_id=request_id,
+                num_prompt_tokens=len(prompt),
+                prompt_token_ids=tuple(prompt),
+                sampling=sampling,
+                ttl_s=ttl_s,
+                cache_salt=salt,
+                position_multiple=position_multiple,
             ),
             self.now_s,
         )
@@ -157,6 +173,7 @@ class SplitPair:
             sampling=self.sampling[request_id],
             reservation=granted.reservation,
             ttl_s=30.0,
+            cache_salt=self.salts[request_id],
         )
         try:
             self.context.prefill(request, self.now_s)
