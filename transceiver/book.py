@@ -20,7 +20,7 @@ from transceiver.records import Action, DropPeer, Key, Meet, Records, Side, Timi
 from transceiver.sending import Sending
 from transceiver.transfer import Outcome
 from transceiver.transport import Inbound
-from transceiver.wire import Hello, TerminalState
+from transceiver.wire import Hello, Region, TerminalState
 
 
 class Urgency(enum.IntEnum):
@@ -35,12 +35,13 @@ class Urgency(enum.IntEnum):
 class TransferBook:
     """One worker's transfers. `ours` is this worker's hello; it never changes."""
 
-    def __init__(self, ours: Hello, timing: Timing | None = None) -> None:
+    def __init__(self, ours: Hello, staging: Region, timing: Timing | None = None) -> None:
+        """`staging`: where this worker gathers what cannot be written from its pools directly."""
         self.ours = ours
         self._packed_hello = wire.encode(ours)
         self._records = Records(timing or Timing())
-        self._peers = Peers(ours, self._records.timing.max_introduced)
-        self._sending = Sending(ours, self._peers, self._records)
+        self._peers = Peers(ours, self._records.timing.max_introduced, staging.size_bytes)
+        self._sending = Sending(ours, self._peers, self._records, staging)
         self._receiving = Receiving(ours, self._peers, self._records)
 
     # calls
@@ -66,6 +67,9 @@ class TransferBook:
         self._receiving.peer_gone(peer, gone)
         self._records.forget_peer(peer)
 
+    def hold(self, transfer: TransferId, peer: WorkerEpoch, ttl_s: float) -> None:
+        self._sending.hold(transfer, peer, ttl_s)
+
     def open(self, spec: SendSpec) -> None:
         self._sending.open(spec)
 
@@ -81,6 +85,10 @@ class TransferBook:
     def abort(self, transfer: TransferId, reason: str) -> None:
         self._sending.abort(transfer, reason)
         self._receiving.abort(transfer, reason)
+
+    def inspected(self, transfer: TransferId, mismatch: str) -> None:
+        """The answer to an `Inspect`: why the content is wrong, or nothing."""
+        self._receiving.inspected(transfer, mismatch)
 
     def take_events(self) -> list[TransferEvent]:
         events, self._records.events = self._records.events, []
@@ -133,6 +141,8 @@ class TransferBook:
         match message:
             case wire.Open():
                 self._receiving.hear_open(source, message, now_s)
+            case wire.Renew():
+                self._receiving.hear_renew(source, message, now_s)
             case wire.Done():
                 self._receiving.hear_done(source, message)
             case wire.Closed():
@@ -156,7 +166,9 @@ class TransferBook:
             return Urgency.MOVING
         if self._receiving.granted:
             return Urgency.WRITTEN_TO
-        waiting = len(self._sending) + len(self._receiving) + len(self._records.outbox)
+        waiting = (
+            len(self._sending) + self._sending.num_held + len(self._receiving) + len(self._records.outbox)
+        )
         return Urgency.OPEN if waiting else Urgency.IDLE
 
     def stats(self) -> PortStats:

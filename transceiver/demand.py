@@ -1,6 +1,7 @@
-"""What a transfer of n tokens takes on this worker: pages and bytes, target and draft apart. Pure.
+"""What an incoming transfer of n tokens takes here: pages and bytes, target and draft apart. Pure.
 
-Bytes shipped are pages_for(num_tokens) * page_bytes, and nothing else: whole pages, each once.
+Bytes shipped are pages_for(num_tokens) * page_bytes, and nothing else: whole pages, each once, in the receiver's page
+size. A writer that has some of the heads only ships these of each page.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from transceiver.errors import PlanError
+from transceiver.formats import Route
 from transceiver.wire import Fingerprint, Pools
 
 
@@ -15,17 +17,20 @@ from transceiver.wire import Fingerprint, Pools
 class Demand:
     target_pages: int
     draft_pages: int
-    target_bytes: int
-    draft_bytes: int
 
 
 def demand(fingerprint: Fingerprint, pools: Pools, num_tokens: int) -> Demand:
-    """Draft counts are 0 where there is no draft pool. Raises PlanError for less than one token."""
+    """Draft pages are 0 where there is no draft pool. Raises PlanError for less than one token."""
     if num_tokens < 1:
         raise PlanError(f"a transfer of {num_tokens} tokens")
-    target = fingerprint.target.pages_for(num_tokens)
-    draft, draft_bytes = 0, 0
+    draft = 0
     if pools.draft is not None and fingerprint.draft is not None:
         draft = fingerprint.draft.pages_for(num_tokens)
-        draft_bytes = draft * pools.draft.page_bytes
-    return Demand(target, draft, target * pools.target.page_bytes, draft_bytes)
+    return Demand(fingerprint.target.pages_for(num_tokens), draft)
+
+
+def bytes_due(needed: Demand, routes: tuple[Route, Route | None], ship_draft: bool) -> tuple[int, int]:
+    """Target and draft bytes that a writer over these routes ships."""
+    target, draft = routes
+    draft_bytes = 0 if draft is None or not ship_draft else needed.draft_pages * draft.shipped.page_bytes
+    return needed.target_pages * target.shipped.page_bytes, draft_bytes

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from kvmanager.ids import TransferId, WorkerEpoch
+from transceiver.annex import DEFAULT_STAGING_BYTES, Annex, Inspect, Prepare
 from transceiver.book import TransferBook, Urgency
 from transceiver.errors import TransportError
 from transceiver.port import PortStats, ReceiveSpec, SendSpec, TransferEvent
 from transceiver.records import Action, CancelWrite, DropPeer, Meet, Notify, Timing
 from transceiver.transport import Transport, Write
-from transceiver.wire import Fingerprint, Handoff, Hello, Pools, encode
+from transceiver.wire import Fingerprint, Handoff, Hello, Pools, encode, with_tags
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,21 +39,31 @@ class Endpoint:
     """
 
     def __init__(
-        self, identity: Identity, pools: Pools, transport: Transport, timing: Timing | None = None
+        self,
+        identity: Identity,
+        pools: Pools,
+        transport: Transport,
+        timing: Timing | None = None,
+        *,
+        staging_bytes: int = DEFAULT_STAGING_BYTES,
     ) -> None:
+        """Raises TransportError when the transport cannot register the endpoint's own memory."""
         self._transport = transport
+        self._annex = Annex(pools, identity.fingerprint.verify, staging_bytes)
+        own = [self._annex.staging] if self._annex.tags is None else [self._annex.staging, self._annex.tags]
+        transport.register(own)
         self._lock = threading.Lock()
         self._moved = False
         ours = Hello(
             epoch=identity.epoch,
             role=identity.role,
             fingerprint=identity.fingerprint,
-            pools=pools,
+            pools=with_tags(pools, self._annex.tags),
             transport=transport.name,
             metadata=transport.metadata(),
         )
         self._hello = encode(ours)
-        self._book = TransferBook(ours, timing)
+        self._book = TransferBook(ours, self._annex.staging, timing)
 
     def hello(self) -> bytes:
         return self._hello
@@ -70,6 +81,10 @@ class Endpoint:
 
     def disconnect(self, epoch: WorkerEpoch) -> None:
         self._dismiss(epoch, "disconnected")
+
+    def hold(self, transfer: TransferId, peer: WorkerEpoch, ttl_s: float) -> None:
+        with self._lock:
+            self._book.hold(transfer, peer, ttl_s)
 
     def open(self, spec: SendSpec) -> None:
         with self._lock:
@@ -95,7 +110,7 @@ class Endpoint:
         inbound = self._transport.poll(now_s)
         with self._lock:
             actions = self._book.step(now_s, inbound)
-        for peer, reason in perform(actions, self._transport):
+        for peer, reason in self._perform(actions):
             self._dismiss(peer, reason)
         self._moved = bool(actions or inbound.messages or inbound.ended or inbound.lost)
         with self._lock:
@@ -126,27 +141,30 @@ class Endpoint:
         with self._lock:
             self._book.dismiss(peer, reason)
 
-
-def perform(actions: Sequence[Action], transport: Transport) -> list[tuple[WorkerEpoch, str]]:
-    """Carry out what a book decided, in its order. Returns the peers that the transport could not take, and
-    why.
-    """
-    refused: list[tuple[WorkerEpoch, str]] = []
-    for action in actions:
-        match action:
-            case Write():
-                transport.write(action)
-            case Notify():
-                transport.notify(action.peer, action.message)
-            case CancelWrite():
-                transport.cancel(action.write)
-            case Meet():
-                try:
-                    transport.add_peer(action.hello)
-                except TransportError as error:
-                    refused.append((action.hello.epoch, str(error)))
-            case DropPeer():
-                transport.remove_peer(action.peer)
-            case _:
-                assert_never(action)
-    return refused
+    def _perform(self, actions: Sequence[Action]) -> list[tuple[WorkerEpoch, str]]:
+        """Carry out what the book decided, in its order. Returns the peers that the transport could not take."""
+        refused: list[tuple[WorkerEpoch, str]] = []
+        for action in actions:
+            match action:
+                case Prepare():
+                    self._annex.prepare(action)
+                case Write():
+                    self._transport.write(action)
+                case Inspect():
+                    mismatch = self._annex.inspect(action)
+                    with self._lock:
+                        self._book.inspected(action.transfer, mismatch)
+                case Notify():
+                    self._transport.notify(action.peer, action.message)
+                case CancelWrite():
+                    self._transport.cancel(action.write)
+                case Meet():
+                    try:
+                        self._transport.add_peer(action.hello)
+                    except TransportError as error:
+                        refused.append((action.hello.epoch, str(error)))
+                case DropPeer():
+                    self._transport.remove_peer(action.peer)
+                case _:
+                    assert_never(action)
+        return refused

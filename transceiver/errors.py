@@ -37,7 +37,7 @@ class HandshakeRefused(TransceiverError):
 
 
 class UnequalGeometry(TransceiverError):
-    """The pages of the two sides differ in size or in what they hold, so pages cannot be copied one to one."""
+    """The pages of the two sides hold KV that no copying turns into each other's."""
 
 
 class PlanError(TransceiverError):

@@ -1,27 +1,25 @@
 """Decides whether two workers may exchange KV: versions first, then what the KV means, then how it lies in
 memory.
 
-Nothing here is a yes or no alone: a refusal lists every field that differs, with both values.
+What the copy plan can bridge passes: other page sizes, other page counts, other ranges of heads, other numbers of
+draft tokens. Nothing here is a yes or no alone: a refusal lists every field that differs, with both values.
 """
 
 from __future__ import annotations
 
 from kvmanager.layout import KvGeometry
 from transceiver.errors import HandshakeRefused, VersionMismatch
-from transceiver.wire import Fingerprint, Hello, Pools, decode_hello
+from transceiver.formats import page_formats
+from transceiver.wire import Fingerprint, HeadRange, Hello, decode_hello
 
-_GEOMETRY_WORDS = {
-    "num_layers": "layers",
-    "num_kv_heads": "kv heads",
-    "head_dim": "head dim",
-    "page_size": "page size",
-    "element_bytes": "element bytes",
-}
+_GEOMETRY_WORDS = {"num_layers": "layers", "head_dim": "head dim", "element_bytes": "element bytes"}
 
 
-def admit(ours: Hello, packed: bytes) -> Hello:
+def admit(ours: Hello, packed: bytes, staging_bytes: int) -> Hello:
     """The peer's hello, if KV may be exchanged with it. Raises HandshakeRefused, or WireError for foreign
     bytes.
+
+    `staging_bytes`: what this worker can gather at once.
     """
     try:
         theirs = decode_hello(packed)
@@ -29,7 +27,7 @@ def admit(ours: Hello, packed: bytes) -> Hello:
         raise HandshakeRefused([str(mismatch)]) from mismatch
     differences = compare_fingerprints(ours.fingerprint, theirs.fingerprint)
     if not differences:
-        differences = compare_pools(ours.pools, theirs.pools)
+        differences = compare_pools(ours, theirs, staging_bytes)
     if ours.transport != theirs.transport:
         differences.append(_difference("transport", ours.transport, theirs.transport))
     if differences:
@@ -38,7 +36,7 @@ def admit(ours: Hello, packed: bytes) -> Hello:
 
 
 def compare_fingerprints(ours: Fingerprint, theirs: Fingerprint) -> list[str]:
-    """Every difference that forbids an exchange, readable. The number of draft tokens may differ."""
+    """Every difference that forbids an exchange, readable."""
     found: list[str] = []
     for field, word in (
         ("target_model", "target model"),
@@ -47,28 +45,61 @@ def compare_fingerprints(ours: Fingerprint, theirs: Fingerprint) -> list[str]:
         ("draft_dtype", "draft dtype"),
         ("draft_mode", "draft mode"),
         ("page_order", "page order"),
+        ("verify", "content check"),
     ):
         here, there = getattr(ours, field), getattr(theirs, field)
         if here != there:
             found.append(_difference(word, here, there))
     found += _compare_geometry("target", ours.target, theirs.target)
+    found += _compare_heads("target", ours.target, ours.target_heads, theirs.target, theirs.target_heads)
     if ours.draft is not None and theirs.draft is not None:
         found += _compare_geometry("draft", ours.draft, theirs.draft)
+        found += _compare_heads("draft", ours.draft, ours.draft_heads, theirs.draft, theirs.draft_heads)
     elif ours.draft is not theirs.draft:
         found.append(_difference("draft KV", _presence(ours.draft), _presence(theirs.draft)))
     return found
 
 
-def compare_pools(ours: Pools, theirs: Pools) -> list[str]:
-    """Differences in memory layout. Pools of different page counts are fine."""
+def compare_pools(ours: Hello, theirs: Hello, staging_bytes: int) -> list[str]:
+    """Differences in memory layout that no copying bridges. Pools of different page counts are fine."""
+    found = _misfits("here", ours) + _misfits("at the peer", theirs)
+    if (ours.pools.draft is None) != (theirs.pools.draft is None):
+        found.append(_difference("draft pool", _presence(ours.pools.draft), _presence(theirs.pools.draft)))
+    if ours.fingerprint.verify != "off" and (ours.pools.tags is None) != (theirs.pools.tags is None):
+        found.append(_difference("tags", _presence(ours.pools.tags), _presence(theirs.pools.tags)))
+    if page_formats(ours.fingerprint) == page_formats(theirs.fingerprint) or found:
+        return found
+    page_bytes = max(_page_bytes(ours), _page_bytes(theirs))
+    on_device = ours.pools.target.device is not None or theirs.pools.target.device is not None
+    unequal = (
+        f"pages of {_page_words(ours.fingerprint)} here and {_page_words(theirs.fingerprint)} at the peer"
+    )
+    if on_device:
+        found.append(f"{unequal} must be gathered in host memory, and a pool lies on a device")
+    if page_bytes > staging_bytes:
+        found.append(
+            f"{unequal} must be gathered, and a page of {page_bytes} bytes exceeds {staging_bytes} of staging"
+        )
+    if ours.fingerprint.verify != "off" and _heads(ours.fingerprint) != _heads(theirs.fingerprint):
+        found.append(
+            f"kv heads {_heads(ours.fingerprint)} here and {_heads(theirs.fingerprint)} at the peer fill pages "
+            f"together, and a content check ({ours.fingerprint.verify!r}) needs one writer of each"
+        )
+    return found
+
+
+def _misfits(where: str, hello: Hello) -> list[str]:
+    """A worker whose pages have another size than what it says it keeps in them."""
     found: list[str] = []
-    if ours.target.page_bytes != theirs.target.page_bytes:
-        found.append(_difference("target page bytes", ours.target.page_bytes, theirs.target.page_bytes))
-    if ours.draft is not None and theirs.draft is not None:
-        if ours.draft.page_bytes != theirs.draft.page_bytes:
-            found.append(_difference("draft page bytes", ours.draft.page_bytes, theirs.draft.page_bytes))
-    elif ours.draft is not theirs.draft:
-        found.append(_difference("draft pool", _presence(ours.draft), _presence(theirs.draft)))
+    target, draft = page_formats(hello.fingerprint)
+    for name, page_format, region in (
+        ("target", target, hello.pools.target),
+        ("draft", draft, hello.pools.draft),
+    ):
+        if page_format is not None and region is not None and region.page_bytes != page_format.page_bytes:
+            found.append(
+                f"{name} pages have {region.page_bytes} bytes {where}, and their KV {page_format.page_bytes}"
+            )
     return found
 
 
@@ -78,6 +109,51 @@ def _compare_geometry(which: str, ours: KvGeometry, theirs: KvGeometry) -> list[
         for field, word in _GEOMETRY_WORDS.items()
         if getattr(ours, field) != getattr(theirs, field)
     ]
+
+
+def _compare_heads(
+    which: str,
+    ours: KvGeometry,
+    our_heads: HeadRange | None,
+    theirs: KvGeometry,
+    their_heads: HeadRange | None,
+) -> list[str]:
+    """Ranges must be parts of one whole, and overlap."""
+    here, there = (
+        our_heads or HeadRange(0, ours.num_kv_heads),
+        their_heads or HeadRange(0, theirs.num_kv_heads),
+    )
+    if here.total != there.total:
+        return [_difference(f"{which} kv heads", here.total, there.total)]
+    here_end, there_end = here.first + ours.num_kv_heads, there.first + theirs.num_kv_heads
+    if min(here.first, there.first) < 0 or max(here_end, there_end) > here.total:
+        return [
+            f"{which} kv heads {here.first}..{here_end - 1} and {there.first}..{there_end - 1} of {here.total}"
+        ]
+    if max(here.first, there.first) >= min(here_end, there_end):
+        words = f"{here.first}..{here_end - 1} here, {there.first}..{there_end - 1} at the peer"
+        return [f"{which} kv heads have none in common: {words}"]
+    return []
+
+
+def _heads(fingerprint: Fingerprint) -> list[str]:
+    return [
+        f"{part.first_head}..{part.end_head - 1}"
+        for page_format in page_formats(fingerprint)
+        if page_format is not None
+        for part in page_format.parts
+    ]
+
+
+def _page_words(fingerprint: Fingerprint) -> str:
+    return f"{fingerprint.target.page_size} tokens x {fingerprint.target.num_kv_heads} heads"
+
+
+def _page_bytes(hello: Hello) -> int:
+    regions: list[int] = [hello.pools.target.page_bytes]
+    if hello.pools.draft is not None:
+        regions.append(hello.pools.draft.page_bytes)
+    return max(regions)
 
 
 def _difference(what: str, here: object, there: object) -> str:

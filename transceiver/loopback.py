@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 from kvmanager.ids import WorkerEpoch
 from transceiver.errors import TransportError
-from transceiver.plan import PageRun
 from transceiver.transport import Inbound, Write, WriteEnded, WriteId
 from transceiver.wire import Hello, Pools, Region
 
@@ -143,7 +142,8 @@ class LoopbackHub:
             return "the peer is gone"
         if self._random.random() < self.faults.write_failure:
             return "injected fault"
-        _copy(sender.pools, receiver.pools, write)
+        for copy in (*write.copies, *write.tags):
+            ctypes.memmove(copy.destination, copy.source, copy.size)
         return None
 
 
@@ -159,6 +159,9 @@ class LoopbackTransport:
     @property
     def name(self) -> str:
         return "loopback"
+
+    def register(self, regions: Sequence[Region]) -> None:
+        """All memory of the process can be written."""
 
     def metadata(self) -> bytes:
         return b""
@@ -186,20 +189,3 @@ class LoopbackTransport:
 
     def close(self) -> None:
         self._hub.crash(self._epoch)
-
-
-def _copy(source: Pools, destination: Pools, write: Write) -> None:
-    _copy_runs(source.target, destination.target, write.target)
-    if write.draft:
-        if source.draft is None or destination.draft is None:
-            raise TransportError("draft pages in a write between workers without a draft pool")
-        _copy_runs(source.draft, destination.draft, write.draft)
-
-
-def _copy_runs(source: Region, destination: Region, runs: Sequence[PageRun]) -> None:
-    for run in runs:
-        ctypes.memmove(
-            destination.address + run.destination * destination.page_bytes,
-            source.address + run.source * source.page_bytes,
-            run.count * source.page_bytes,
-        )

@@ -1,18 +1,17 @@
 """The transport over NIXL (UCX): the only module that knows it, and the worker's only NIXL agent.
 
 Life cycle: made, used and closed by one thread (the agent is not locked). The agent's name is the worker's
-epoch, so a restarted worker is a new agent. Pools are registered whole, once. Each peer gets two prepared
-descriptor lists, one descriptor per page: the target pool's pages first, the draft pool's behind them. A
-write is one request over indices into both lists; NIXL merges indices that ascend by one on both sides, which
-is why runs matter.
+epoch, so a restarted worker is a new agent. Pools and whatever `register` brings are registered whole, once. A
+write is one request with a descriptor per copy; NIXL spends some microseconds on each, which is why runs of pages
+matter. Copies between unlike kinds of memory, pools on a device and tags in host memory, are two requests.
 
 What NIXL (1.5.1) does and this file answers:
 
 * A write's end is seen, and progress made, only when polled; without a progress thread an idle agent costs
-nothing. * Messages have no acknowledgement, and sending one to a dead peer can succeed: the caller repeats
-itself. * A disconnect is reported by an exception from the next use of the peer, and its metadata stays: the
-peer is dropped
-  here and reported as lost. Descriptor lists of a dropped peer are dead; a new connection prepares new ones.
+  nothing.
+* Messages have no acknowledgement, and sending one to a dead peer can succeed: the caller repeats itself.
+* A disconnect is reported by an exception from the next use of the peer, and its metadata stays: the peer is
+  dropped here and reported as lost.
 * A request that is released in flight is cancelled, best effort.
 """
 
@@ -31,6 +30,7 @@ import numpy.typing as npt
 
 from kvmanager.ids import WorkerEpoch
 from transceiver.errors import TransportError
+from transceiver.formats import Copy
 from transceiver.transport import Inbound, Write, WriteEnded, WriteId
 from transceiver.wire import Hello, Pools, Region
 
@@ -38,8 +38,6 @@ _log = logging.getLogger(__name__)
 
 _CLOSING_POLLS = 20
 _CLOSING_POLL_S = 0.001
-
-_Indices = npt.NDArray[np.int32]
 
 
 class _Handle(Protocol):
@@ -54,16 +52,9 @@ class _Agent(Protocol):
     def get_agent_metadata(self) -> bytes: ...
     def add_remote_agent(self, metadata: bytes) -> str | bytes: ...
     def remove_remote_agent(self, agent: str) -> None: ...
-    def prep_xfer_dlist(
-        self, agent_name: str, xfer_list: npt.NDArray[np.uint64], mem_type: str
-    ) -> _Handle: ...
-    def make_prepped_xfer(
-        self,
-        operation: str,
-        local_xfer_side: _Handle,
-        local_indices: _Indices,
-        remote_xfer_side: _Handle,
-        remote_indices: _Indices,
+    def get_xfer_descs(self, descs: npt.NDArray[np.uint64], mem_type: str) -> object: ...
+    def initialize_xfer(
+        self, operation: str, local_descs: object, remote_descs: object, remote_agent: str
     ) -> _Handle: ...
     def transfer(self, handle: _Handle) -> str: ...
     def check_xfer_state(self, handle: _Handle) -> str: ...
@@ -72,9 +63,11 @@ class _Agent(Protocol):
 
 
 @dataclass(slots=True)
-class _Peer:
-    remote: _Handle
-    num_target_pages: int
+class _InFlight:
+    """A write's requests that are not over."""
+
+    peer: WorkerEpoch
+    handles: list[_Handle]
 
 
 class NixlTransport:
@@ -83,17 +76,10 @@ class NixlTransport:
     def __init__(self, epoch: WorkerEpoch, pools: Pools) -> None:
         self._pools = pools
         self._agent, self._errors = _make_agent(epoch)
-        try:
-            self._registrations = [
-                self._agent.register_memory(_rows([(r.address, r.size_bytes, r.device or 0)]), _memory(r))
-                for r in _regions(pools)
-            ]
-            self._metadata = self._agent.get_agent_metadata()
-            self._local = self._prepare("NIXL_INIT_AGENT", pools)
-        except self._errors as error:
-            raise TransportError(f"NIXL cannot register the pools: {error}") from error
-        self._peers: dict[WorkerEpoch, _Peer] = {}
-        self._in_flight: dict[WriteId, tuple[WorkerEpoch, _Handle]] = {}
+        self._registrations: list[object] = []
+        self.register([pools.target] if pools.draft is None else [pools.target, pools.draft])
+        self._peers: dict[WorkerEpoch, Pools] = {}
+        self._in_flight: dict[WriteId, _InFlight] = {}
         self._ended: list[WriteEnded] = []
         self._lost: list[tuple[WorkerEpoch, str]] = []
 
@@ -101,8 +87,18 @@ class NixlTransport:
     def name(self) -> str:
         return "nixl-ucx"
 
+    def register(self, regions: Sequence[Region]) -> None:
+        try:
+            for region in regions:
+                if region.size_bytes < 1:
+                    raise TransportError(f"NIXL cannot register {region}: it has no memory")
+                row = _rows([(region.address, region.size_bytes, region.device or 0)])
+                self._registrations.append(self._agent.register_memory(row, _memory(region)))
+        except self._errors as error:
+            raise TransportError(f"NIXL cannot register the worker's memory: {error}") from error
+
     def metadata(self) -> bytes:
-        return self._metadata
+        return self._agent.get_agent_metadata()
 
     def add_peer(self, hello: Hello) -> None:
         self.remove_peer(hello.epoch)
@@ -115,41 +111,52 @@ class NixlTransport:
         if named != hello.epoch:
             self._quietly(forget)
             raise TransportError(f"worker {hello.epoch} presents the metadata of agent {named}")
-        try:
-            remote = self._prepare(hello.epoch, hello.pools)
-        except self._errors as error:
-            self._quietly(forget)
-            raise TransportError(f"NIXL cannot reach the pools of worker {hello.epoch}: {error}") from error
-        self._peers[hello.epoch] = _Peer(remote, hello.pools.target.num_pages)
+        self._peers[hello.epoch] = hello.pools
 
     def remove_peer(self, peer: WorkerEpoch) -> None:
-        known = self._peers.pop(peer, None)
-        if known is None:
+        if self._peers.pop(peer, None) is None:
             return
-        for write in [write for write, (to, _) in self._in_flight.items() if to == peer]:
+        for write in [write for write, entry in self._in_flight.items() if entry.peer == peer]:
             self.cancel(write)
-        self._quietly(known.remote.release)
         self._quietly(partial(self._agent.remove_remote_agent, peer))
 
     def write(self, write: Write) -> None:
-        known = self._peers.get(write.peer)
-        if known is None:
+        theirs = self._peers.get(write.peer)
+        if theirs is None:
             self._ended.append(WriteEnded(write.write, "the peer is not connected"))
             return
-        source = _indices(_source_runs(write, self._pools.target.num_pages))
-        destination = _indices(_destination_runs(write, known.num_target_pages))
+        ours = self._pools.target
+        if ours.device is None and theirs.target.device is None:
+            batches = [((*write.copies, *write.tags), ours, theirs.target)]
+        else:
+            batches = [(write.copies, ours, theirs.target), (write.tags, _HOST, _HOST)]
+        handles: list[_Handle] = []
         try:
-            handle = self._agent.make_prepped_xfer("WRITE", self._local, source, known.remote, destination)
+            handles += [self._request(write.peer, *batch) for batch in batches if batch[0]]
+            # Between host memories of one machine this call copies everything before it returns.
+            for handle in handles:
+                self._agent.transfer(handle)
         except self._errors as error:
+            self._release(handles)
             self._fail(write.write, write.peer, error)
             return
-        # Between host memories of one machine this call copies everything before it returns.
-        self._settle(write.write, write.peer, handle, post=True)
+        self._in_flight[write.write] = _InFlight(write.peer, handles)
+        self._settle(write.write)
+
+    def _request(self, peer: WorkerEpoch, copies: Sequence[Copy], ours: Region, theirs: Region) -> _Handle:
+        source = _rows([(copy.source, copy.size, ours.device or 0) for copy in copies])
+        destination = _rows([(copy.destination, copy.size, theirs.device or 0) for copy in copies])
+        return self._agent.initialize_xfer(
+            "WRITE",
+            self._agent.get_xfer_descs(source, _memory(ours)),
+            self._agent.get_xfer_descs(destination, _memory(theirs)),
+            peer,
+        )
 
     def cancel(self, write: WriteId) -> None:
         entry = self._in_flight.pop(write, None)
         if entry is not None:
-            self._quietly(entry[1].release)
+            self._release(entry.handles)
 
     def notify(self, peer: WorkerEpoch, message: bytes) -> None:
         if peer not in self._peers:
@@ -163,9 +170,9 @@ class NixlTransport:
         messages: list[tuple[WorkerEpoch, bytes]] = []
         for source, found in self._agent.get_new_notifs().items():
             messages.extend((WorkerEpoch(source), message) for message in found)
-        for write, (peer, handle) in list(self._in_flight.items()):
+        for write in list(self._in_flight):
             if write in self._in_flight:  # a failure of one write drops the peer's others
-                self._settle(write, peer, handle, post=False)
+                self._settle(write)
         ended, self._ended = self._ended, []
         lost, self._lost = self._lost, []
         return Inbound(messages, ended, lost)
@@ -180,26 +187,28 @@ class NixlTransport:
             self.cancel(write)
         for peer in list(self._peers):
             self.remove_peer(peer)
-        self._quietly(self._local.release)
         while self._registrations:
             registration = self._registrations.pop()
             self._quietly(partial(self._agent.deregister_memory, registration))
 
-    def _settle(self, write: WriteId, peer: WorkerEpoch, handle: _Handle, post: bool) -> None:
-        """Post or poll one request and note its end."""
+    def _settle(self, write: WriteId) -> None:
+        """Poll a write's requests and note its end."""
+        entry = self._in_flight[write]
         try:
-            state = self._agent.transfer(handle) if post else self._agent.check_xfer_state(handle)
+            states = [self._agent.check_xfer_state(handle) for handle in entry.handles]
         except self._errors as error:
-            self._in_flight.pop(write, None)
+            self.cancel(write)
+            self._fail(write, entry.peer, error)
+            return
+        failed = [state for state in states if state not in ("DONE", "PROC")]
+        if "PROC" in states and not failed:
+            return
+        self.cancel(write)
+        self._ended.append(WriteEnded(write, f"NIXL reports {failed[0]}" if failed else None))
+
+    def _release(self, handles: list[_Handle]) -> None:
+        for handle in handles:
             self._quietly(handle.release)
-            self._fail(write, peer, error)
-            return
-        if state == "PROC":
-            self._in_flight[write] = (peer, handle)
-            return
-        self._in_flight.pop(write, None)
-        self._quietly(handle.release)
-        self._ended.append(WriteEnded(write, None if state == "DONE" else f"NIXL reports {state}"))
 
     def _fail(self, write: WriteId, peer: WorkerEpoch, error: BaseException) -> None:
         self._ended.append(WriteEnded(write, str(error)))
@@ -207,20 +216,11 @@ class NixlTransport:
             self._lose(peer, str(error))
 
     def _lose(self, peer: WorkerEpoch, reason: str) -> None:
-        for write in [write for write, (to, _) in self._in_flight.items() if to == peer]:
+        for write in [write for write, entry in self._in_flight.items() if entry.peer == peer]:
             self.cancel(write)
             self._ended.append(WriteEnded(write, reason))
         self.remove_peer(peer)
         self._lost.append((peer, reason))
-
-    def _prepare(self, agent: str, pools: Pools) -> _Handle:
-        """A descriptor per page of both pools, as (address, length, device, stride, count) rows."""
-        regions = _regions(pools)
-        rows = [(r.address, r.page_bytes, r.device or 0, r.page_bytes, r.num_pages) for r in regions]
-        memory = {_memory(region) for region in regions}
-        if len(memory) != 1:
-            raise TransportError("target and draft pools lie in different kinds of memory")
-        return self._agent.prep_xfer_dlist(agent, _rows(rows), memory.pop())
 
     def _quietly(self, release: Callable[[], object]) -> None:
         """Releases of what is gone already are not worth an error."""
@@ -253,8 +253,7 @@ def _make_agent(epoch: WorkerEpoch) -> tuple[_Agent, tuple[type[Exception], ...]
     return cast(_Agent, agent), errors
 
 
-def _regions(pools: Pools) -> list[Region]:
-    return [pools.target] if pools.draft is None else [pools.target, pools.draft]
+_HOST = Region(0, 0, 0, 0)
 
 
 def _memory(region: Region) -> str:
@@ -263,20 +262,3 @@ def _memory(region: Region) -> str:
 
 def _rows(rows: Sequence[tuple[int, ...]]) -> npt.NDArray[np.uint64]:
     return np.array(rows, dtype=np.uint64)
-
-
-def _indices(runs: list[tuple[int, int]]) -> _Indices:
-    """Descriptor indices of runs given as (first index, count)."""
-    return np.concatenate([np.arange(first, first + count, dtype=np.int32) for first, count in runs])
-
-
-def _source_runs(write: Write, draft_base: int) -> list[tuple[int, int]]:
-    return [(run.source, run.count) for run in write.target] + [
-        (draft_base + run.source, run.count) for run in write.draft
-    ]
-
-
-def _destination_runs(write: Write, draft_base: int) -> list[tuple[int, int]]:
-    return [(run.destination, run.count) for run in write.target] + [
-        (draft_base + run.destination, run.count) for run in write.draft
-    ]

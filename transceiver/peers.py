@@ -24,8 +24,9 @@ class Peer:
 
 
 class Peers:
-    def __init__(self, ours: Hello, max_introduced: int) -> None:
+    def __init__(self, ours: Hello, max_introduced: int, staging_bytes: int) -> None:
         self._ours = ours
+        self._staging_bytes = staging_bytes
         self._max_introduced = max_introduced
         self._peers: dict[WorkerEpoch, Peer] = {}
 
@@ -65,7 +66,7 @@ class Peers:
         return self._peers.pop(epoch, None) is not None
 
     def _vet(self, packed: bytes) -> Hello:
-        theirs = handshake.admit(self._ours, packed)
+        theirs = handshake.admit(self._ours, packed, self._staging_bytes)
         if theirs.epoch == self._ours.epoch:
             raise HandshakeRefused([f"worker {theirs.epoch} cannot connect to itself"])
         known = self._peers.get(theirs.epoch)

@@ -1,4 +1,4 @@
-"""Plans copies: which source pages go to which destination pages, and when. Pure.
+"""Plans copies: which source pages go to which destination pages, and when. Pure. Other formats: see `formats`.
 
 A prompt of n tokens fills positions 0 .. n-1; page i of a request holds positions [i * page_size, (i+1) *
 page_size). Both sides list a request's pages in position order, so equal geometry copies the i-th page to the
@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvmanager.ids import PageId
-from kvmanager.layout import KvGeometry
-from transceiver.errors import PlanError, UnequalGeometry
+from transceiver.errors import PlanError
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +29,6 @@ class PageRun:
     source: PageId
     destination: PageId
     count: int
-
-
-def require_equal(source: KvGeometry, destination: KvGeometry) -> None:
-    """Pages are copied one to one between equal geometries alone."""
-    if source != destination:
-        raise UnequalGeometry(f"KV of {source} cannot be copied page by page into {destination}")
 
 
 def pages_final(end_position: int, num_tokens: int, page_size: int) -> int:

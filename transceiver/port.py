@@ -52,7 +52,7 @@ class SendSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiveSpec:
-    """One incoming transfer into our pages. `ttl_s` counts from the next poll on."""
+    """One incoming transfer into our pages. `ttl_s` bounds it from the next poll on, however alive its sender is."""
 
     transfer: TransferId
     num_tokens: int
@@ -121,6 +121,13 @@ class TransferPort(Protocol):
 
     def disconnect(self, epoch: WorkerEpoch) -> None:
         """The peer is gone: every transfer with it breaks. A stranger is harmless."""
+        ...
+
+    def hold(self, transfer: TransferId, peer: WorkerEpoch, ttl_s: float) -> None:
+        """This worker will send it later: keep the receiver's lease alive until `open` or `abort`.
+
+        `Broke` tells when the receiver no longer wants it. Raises UnknownPeer, DuplicateTransfer.
+        """
         ...
 
     def open(self, spec: SendSpec) -> None:

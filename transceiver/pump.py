@@ -98,6 +98,10 @@ class Pump:
         self._endpoint.disconnect(epoch)
         self._woken()
 
+    def hold(self, transfer: TransferId, peer: WorkerEpoch, ttl_s: float) -> None:
+        self._endpoint.hold(transfer, peer, ttl_s)
+        self._woken()
+
     def open(self, spec: SendSpec) -> None:
         self._endpoint.open(spec)
         self._woken()

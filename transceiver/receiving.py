@@ -2,7 +2,11 @@
 
 `expect` announces a transfer; the first Open that matches it binds its writer and is granted a lease, counted by the
 writer from when it sent that Open. So the writer's right to write ends before our own clock says so, however long the
-grant was under way. `Broke` is reported when nobody can write the pages any more: never granted, the writer said
+grant was under way. The lease is short and each Open and Renew that is newer than all before it extends it, up to the
+time that the engine gave the whole transfer: a sender that falls silent, queued or writing, costs a lease and no more.
+
+With a content check, Done is not the end: the shell inspects what has landed, and `inspected` brings the answer.
+`Broke` is reported when nobody can write the pages any more: never granted, the writer said
 Closed or Done, the writer is gone, or its lease and a grace are over.
 """
 
@@ -10,15 +14,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvmanager.ids import TransferId, WorkerEpoch
+from kvmanager.ids import PageId, TransferId, WorkerEpoch
 from transceiver import plan, wire
-from transceiver.demand import Demand, demand
+from transceiver.annex import Inspect
+from transceiver.content import DRAFT, TARGET, PageBatch, owner_of
+from transceiver.demand import Demand, bytes_due, demand
 from transceiver.errors import BookCorrupt, DuplicateTransfer
+from transceiver.formats import Route
+from transceiver.lanes import batch, routes
 from transceiver.peers import Peers
 from transceiver.port import Broke, Landed, ReceiveSpec
 from transceiver.records import ClosedTransfer, Key, Records, Side, remote_outcome
 from transceiver.transfer import Outcome, Receiver, ReceiverCommand, ReceiverEvent, ReceiverPhase
-from transceiver.wire import Hello, TerminalState
+from transceiver.wire import Hello, Region, TerminalState
 
 
 @dataclass(slots=True)
@@ -27,6 +35,8 @@ class _Receiving:
     demand: Demand
     state: Receiver = field(default_factory=Receiver)
     deadline_s: float | None = None  # None until the first step sees it
+    silent_s: float = 0.0  # when the lease ends unless the sender speaks
+    last_attempt: int = -1  # the newest Open or Renew heard
     writer: WorkerEpoch | None = None
     ship_draft: bool = True
     done: wire.Done | None = None
@@ -71,12 +81,11 @@ class Receiving:
             self._on(transfer, ReceiverEvent.PEER_GONE, outcome)
 
     def advance(self, now_s: float) -> None:
-        """Deadlines."""
+        """Leases and deadlines."""
         for transfer, entry in list(self._open.items()):
-            deadline_s = self._deadline(entry, now_s)
+            deadline_s = self._lease_end(entry, now_s)
             if now_s >= deadline_s and entry.state.phase is not ReceiverPhase.BREAKING:
-                expired = Outcome(TerminalState.EXPIRED, f"not complete within {entry.spec.ttl_s} s")
-                self._on(transfer, ReceiverEvent.EXPIRED, expired)
+                self._on(transfer, ReceiverEvent.EXPIRED, Outcome(TerminalState.EXPIRED, _why(entry, now_s)))
             grace_s = self._records.timing.grace_s
             if entry.state.phase is ReceiverPhase.BREAKING and now_s >= deadline_s + grace_s:
                 self._on(transfer, ReceiverEvent.LEASE_OVER)
@@ -95,10 +104,34 @@ class Receiving:
             return
         entry.writer = source
         entry.ship_draft = message.ship_draft
-        lease_s = self._deadline(entry, now_s) - now_s
-        commands = self._on(transfer, ReceiverEvent.OPENED)
+        self._grant(source, entry, message, now_s)
+
+    def hear_renew(self, source: WorkerEpoch, message: wire.Renew, now_s: float) -> None:
+        """Before the Open anybody who knows the transfer's id may renew; it is worth no more than the deadline."""
+        entry = self._open.get(message.transfer)
+        if entry is None:
+            self._repeat_end(source, message.transfer)
+        elif entry.writer == source:
+            self._grant(source, entry, message, now_s)
+        elif entry.writer is None:
+            self._extend(entry, message.attempt, now_s)
+
+    def _grant(
+        self, source: WorkerEpoch, entry: _Receiving, message: wire.Open | wire.Renew, now_s: float
+    ) -> None:
+        if entry.state.phase is not ReceiverPhase.BREAKING:
+            self._extend(entry, message.attempt, now_s)
+        lease_s = self._lease_end(entry, now_s) - now_s
+        commands = self._on(message.transfer, ReceiverEvent.OPENED)
         if ReceiverCommand.TELL_GRANT in commands and lease_s > 0:
-            self._records.answer(source, wire.Grant(transfer, message.attempt, lease_s))
+            self._records.answer(source, wire.Grant(message.transfer, message.attempt, lease_s))
+
+    def _extend(self, entry: _Receiving, attempt: int, now_s: float) -> None:
+        """A word that is newer than all before it renews the lease; a replayed one does not."""
+        self._lease_end(entry, now_s)
+        if attempt > entry.last_attempt:
+            entry.last_attempt = attempt
+            entry.silent_s = max(entry.silent_s, now_s + self._records.timing.lease_s)
 
     def hear_done(self, source: WorkerEpoch, message: wire.Done) -> None:
         transfer = message.transfer
@@ -106,19 +139,54 @@ class Receiving:
         if entry is None:
             self._repeat_end(source, transfer)
             return
-        if entry.writer != source:
+        if entry.writer != source or entry.done is not None:
             return
-        want_draft = entry.demand.draft_bytes if entry.ship_draft else 0
-        wanted = (entry.spec.num_tokens, entry.demand.target_bytes, want_draft, entry.ship_draft)
+        writer = self._peers.get(source)
+        assert writer is not None  # a worker that is gone has no open transfer
+        ways = routes(writer.hello, self._ours)
+        wanted = (
+            entry.spec.num_tokens,
+            *bytes_due(entry.demand, ways, entry.ship_draft),
+            entry.ship_draft,
+        )
         handoff = message.handoff
         arrived = (handoff.num_tokens, message.bytes_target, message.bytes_draft, handoff.draft_shipped)
-        if arrived == wanted:
-            entry.done = message
-            self._on(transfer, ReceiverEvent.COMPLETED)
+        if arrived != wanted:
+            words = "tokens, target bytes, draft bytes, draft shipped"
+            reason = f"the sender is done with {arrived} ({words}); {wanted} were expected"
+            self._on(transfer, ReceiverEvent.MISDELIVERED, Outcome(TerminalState.FAILED, reason))
             return
-        words = "tokens, target bytes, draft bytes, draft shipped"
-        reason = f"the sender is done with {arrived} ({words}); {wanted} were expected"
-        self._on(transfer, ReceiverEvent.MISDELIVERED, Outcome(TerminalState.FAILED, reason))
+        entry.done = message
+        if self._ours.pools.tags is None:
+            self._on(transfer, ReceiverEvent.COMPLETED)
+        else:
+            self._records.actions.append(Inspect(transfer, self._batches(entry, source, ways)))
+
+    def inspected(self, transfer: TransferId, mismatch: str) -> None:
+        """What the inspection of a landed transfer found; empty when all is right."""
+        entry = self._open.get(transfer)
+        if entry is None:
+            return
+        if mismatch:
+            self._on(transfer, ReceiverEvent.MISDELIVERED, Outcome(TerminalState.FAILED, mismatch))
+        else:
+            self._on(transfer, ReceiverEvent.COMPLETED)
+
+    def _batches(
+        self, entry: _Receiving, writer: WorkerEpoch, ways: tuple[Route, Route | None]
+    ) -> tuple[PageBatch, ...]:
+        pools, destination = self._ours.pools, entry.spec.destination
+        owner = owner_of(writer, entry.spec.transfer)
+
+        def pages_in(pool: int, way: Route, region: Region, pages: tuple[PageId, ...]) -> PageBatch:
+            addresses = tuple(region.address + page * region.page_bytes for page in pages)
+            return batch(owner, pool, way, addresses, pages, 0)
+
+        target, draft = ways
+        found = [pages_in(TARGET, target, pools.target, destination.target[: entry.demand.target_pages])]
+        if draft is not None and pools.draft is not None and entry.ship_draft:
+            found.append(pages_in(DRAFT, draft, pools.draft, destination.draft[: entry.demand.draft_pages]))
+        return tuple(found)
 
     def hear_closed(self, source: WorkerEpoch, message: wire.Closed) -> None:
         transfer = message.transfer
@@ -188,10 +256,11 @@ class Receiving:
         else:
             self._records.close(_key(transfer), closed, Broke(transfer, ending.state, ending.reason))
 
-    def _deadline(self, entry: _Receiving, now_s: float) -> float:
+    def _lease_end(self, entry: _Receiving, now_s: float) -> float:
         if entry.deadline_s is None:
             entry.deadline_s = now_s + entry.spec.ttl_s
-        return entry.deadline_s
+            entry.silent_s = now_s + self._records.timing.lease_s
+        return min(entry.deadline_s, entry.silent_s)
 
     def check(self) -> None:
         """Raises BookCorrupt when an entry contradicts its phase."""
@@ -209,6 +278,12 @@ class Receiving:
 
 def _key(transfer: TransferId) -> Key:
     return (Side.RECEIVER, transfer)
+
+
+def _why(entry: _Receiving, now_s: float) -> str:
+    if entry.deadline_s is not None and now_s >= entry.deadline_s:
+        return f"not complete within {entry.spec.ttl_s} s"
+    return "nothing was heard of its sender for the length of a lease"
 
 
 def _mismatch(entry: _Receiving, source: WorkerEpoch, message: wire.Open) -> str:

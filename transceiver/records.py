@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from kvmanager.ids import TransferId, WorkerEpoch
 from transceiver import wire
+from transceiver.annex import Inspect, Prepare
 from transceiver.port import TransferEvent
 from transceiver.transfer import Outcome
 from transceiver.transport import Write, WriteId
@@ -25,12 +26,16 @@ from transceiver.wire import Hello, Message, TerminalState
 class Timing:
     """Seconds, and two limits of memory.
 
-    `grace_s`: how long past its lease a silent writer is still feared. `quiesce_s`: how long a failing sender lets its
-    writes complete before it cancels them. `linger_s`: how long a closed transfer repeats how it ended.
+    `lease_s`: how long a receiver waits for a word of its sender, and how long a sender writes without one of its
+    receiver. `heartbeat_s`: how often a sender speaks, several times in a lease. `grace_s`: how long past its lease a
+    silent writer is still feared. `quiesce_s`: how long a failing sender lets its writes complete before it cancels
+    them. `linger_s`: how long a closed transfer repeats how it ended.
     """
 
     resend_first_s: float = 0.02
     resend_max_s: float = 0.5
+    lease_s: float = 10.0
+    heartbeat_s: float = 2.0
     grace_s: float = 1.0
     quiesce_s: float = 1.0
     linger_s: float = 5.0
@@ -61,7 +66,7 @@ class DropPeer:
     peer: WorkerEpoch
 
 
-Action = Write | Notify | CancelWrite | Meet | DropPeer
+Action = Prepare | Write | Inspect | Notify | CancelWrite | Meet | DropPeer
 
 
 class Side(enum.StrEnum):

@@ -1,9 +1,10 @@
 """The sending half of a worker's transfers: what may be written, what was, and when the source pages are free. Pure.
 
-Nothing is written before the receiver's grant, nothing after its lease. `push` moves the position up to which KV is
-final; `advance` writes the pages that became final since, so each page travels once, whatever the chunks. The handoff
-follows when every write has completed. A failing transfer lets its writes complete before it says Closed, because that
-word tells the receiver that its pages are safe.
+A transfer may wait here before it is opened (`hold`): until then and until its end, a Renew every heartbeat keeps the
+receiver's lease alive. Nothing is written before the receiver's grant, nothing after its lease. `push` moves the
+position up to which KV is final; `advance` writes the pages that became final since, as far as the staging buffer has
+room, so each page travels once, whatever the chunks. The handoff follows when every write has completed. A failing
+transfer lets its writes complete before it says Closed, because that word tells the receiver that its pages are safe.
 """
 
 from __future__ import annotations
@@ -12,28 +13,45 @@ import math
 from dataclasses import dataclass, field
 
 from kvmanager.ids import TransferId, WorkerEpoch
-from transceiver import plan, wire
-from transceiver.demand import demand
+from transceiver import wire
+from transceiver.annex import Prepare
+from transceiver.arena import Arena, Span
+from transceiver.content import DRAFT, TARGET, owner_of
 from transceiver.errors import BookCorrupt, DuplicateTransfer, PlanError, UnknownPeer, UnknownTransfer
+from transceiver.lanes import Cargo, Lane, lanes
 from transceiver.peers import Peers
 from transceiver.port import Broke, Delivered, SendSpec
 from transceiver.records import CancelWrite, ClosedTransfer, Key, Outgoing, Records, Side, remote_outcome
 from transceiver.transfer import Outcome, Sender, SenderCommand, SenderEvent, SenderPhase
 from transceiver.transport import Write, WriteEnded, WriteId
-from transceiver.wire import Hello, TerminalState
+from transceiver.wire import Hello, Region, TerminalState
+
+
+@dataclass(slots=True)
+class _Hold:
+    """A transfer that waits to be opened."""
+
+    peer: WorkerEpoch
+    ttl_s: float
+    deadline_s: float | None = None
+    next_renew_s: float = -math.inf
+    attempts: int = 0
 
 
 @dataclass(slots=True)
 class _Sending:
     spec: SendSpec
+    lanes: tuple[Lane, ...]
+    first_attempt: int
     state: Sender = field(default_factory=Sender)
     deadline_s: float | None = None  # None until the first step sees it
     lease_end_s: float = -math.inf
-    open_sent_s: list[float] = field(default_factory=list)  # by attempt
+    asked_s: dict[int, float] = field(default_factory=dict)  # when an Open or Renew was sent, by attempt
+    next_renew_s: float = math.inf
     ready_position: int = 0
-    shipped_target: int = 0  # pages
-    shipped_draft: int = 0
-    in_flight: set[WriteId] = field(default_factory=set)
+    in_flight: dict[WriteId, list[Span]] = field(
+        default_factory=dict
+    )  # with what each uses of the staging buffer
     quiesce_by_s: float | None = None
     quiet: bool = True  # False: a cancelled write may still arrive
     handoff: wire.Handoff | None = None
@@ -42,16 +60,23 @@ class _Sending:
 class Sending:
     """All outgoing transfers of one worker."""
 
-    def __init__(self, ours: Hello, peers: Peers, records: Records) -> None:
+    def __init__(self, ours: Hello, peers: Peers, records: Records, staging: Region) -> None:
         self._ours = ours
         self._peers = peers
         self._records = records
+        self._staging = staging
+        self._arena = Arena(staging.size_bytes)
+        self._held: dict[TransferId, _Hold] = {}
         self._open: dict[TransferId, _Sending] = {}
         self._writes: dict[WriteId, TransferId] = {}
         self._next_write = 0
 
     def __len__(self) -> int:
         return len(self._open)
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
 
     def __contains__(self, transfer: TransferId) -> bool:
         return transfer in self._open
@@ -63,31 +88,37 @@ class Sending:
 
     # calls of the engine
 
+    def hold(self, transfer: TransferId, peer: WorkerEpoch, ttl_s: float) -> None:
+        if transfer in self._held or transfer in self._open or _key(transfer) in self._records.closed:
+            raise DuplicateTransfer(transfer)
+        if peer not in self._peers:
+            raise UnknownPeer(peer, transfer)
+        self._held[transfer] = _Hold(peer, ttl_s)
+
     def open(self, spec: SendSpec) -> None:
         if spec.transfer in self._open or _key(spec.transfer) in self._records.closed:
             raise DuplicateTransfer(spec.transfer)
         peer = self._peers.get(spec.peer)
         if peer is None:
             raise UnknownPeer(spec.peer, spec.transfer)
-        plan.require_equal(self._ours.fingerprint.target, peer.hello.fingerprint.target)
-        ours, theirs = self._ours.pools, peer.hello.pools
-        needed = demand(self._ours.fingerprint, ours, spec.num_tokens)
-        plan.require_pages("source target", spec.source.target, needed.target_pages, ours.target.num_pages)
-        plan.require_pages(
-            "destination target", spec.destination.target, needed.target_pages, theirs.target.num_pages
+        found = lanes(
+            self._ours,
+            peer.hello,
+            owner=owner_of(self._ours.epoch, spec.transfer),
+            num_tokens=spec.num_tokens,
+            source=spec.source,
+            destination=spec.destination,
+            ship_draft=spec.ship_draft,
         )
-        if spec.ship_draft and ours.draft is not None and theirs.draft is not None:
-            plan.require_pages("source draft", spec.source.draft, needed.draft_pages, ours.draft.num_pages)
-            plan.require_pages(
-                "destination draft", spec.destination.draft, needed.draft_pages, theirs.draft.num_pages
-            )
-        self._open[spec.transfer] = _Sending(spec)
+        held = self._held.pop(spec.transfer, None)
+        self._open[spec.transfer] = _Sending(spec, found, 0 if held is None else held.attempts)
+        pages = {lane.pool: lane.destination for lane in found}
         opening = wire.Open(
             transfer=spec.transfer,
             attempt=0,
             num_tokens=spec.num_tokens,
-            target_pages=tuple(spec.destination.target[: needed.target_pages]),
-            draft_pages=tuple(spec.destination.draft[: needed.draft_pages]),
+            target_pages=pages[TARGET],
+            draft_pages=pages.get(DRAFT, ()),
             ship_draft=spec.ship_draft,
         )
         self._records.say(_key(spec.transfer), spec.peer, opening)
@@ -117,10 +148,14 @@ class Sending:
         entry.handoff = wire.with_draft_shipped(handoff, entry.spec.ship_draft)
 
     def abort(self, transfer: TransferId, reason: str) -> None:
-        if transfer in self._open:
+        if transfer in self._held:
+            self._let_go(transfer, Outcome(TerminalState.CANCELLED, reason))
+        elif transfer in self._open:
             self._on(transfer, SenderEvent.CANCELLED, Outcome(TerminalState.CANCELLED, reason))
 
     def peer_gone(self, peer: WorkerEpoch, outcome: Outcome) -> None:
+        for transfer in [key for key, hold in self._held.items() if hold.peer == peer]:
+            self._let_go(transfer, outcome)
         for transfer in [key for key, entry in self._open.items() if entry.spec.peer == peer]:
             self._on(transfer, SenderEvent.PEER_GONE, outcome)
 
@@ -131,19 +166,29 @@ class Sending:
             raise UnknownTransfer(transfer)
         return entry
 
+    def _let_go(self, transfer: TransferId, outcome: Outcome, tell: bool = True) -> None:
+        """A held transfer ends before it was opened."""
+        peer = self._held.pop(transfer).peer
+        if tell and peer in self._peers:
+            closed = wire.Closed(transfer, outcome.state, outcome.reason, quiet=True)
+            self._records.say(_key(transfer), peer, closed)
+        broke = Broke(transfer, outcome.state, outcome.reason)
+        self._records.close(_key(transfer), ClosedTransfer(peer, outcome), broke)
+
     # the clock and the transport
 
     def write_ended(self, ended: WriteEnded) -> None:
         transfer = self._writes.pop(ended.write, None)
         if transfer is None:
             return  # cancelled before
-        self._open[transfer].in_flight.discard(ended.write)
+        self._give_back(self._open[transfer].in_flight.pop(ended.write))
         if ended.failure is not None:
             failed = Outcome(TerminalState.FAILED, f"write failed: {ended.failure}")
             self._on(transfer, SenderEvent.WRITE_FAILED, failed)
 
     def advance(self, now_s: float) -> None:
-        """Deadlines, new writes, and the handoff behind the last of them."""
+        """Deadlines, heartbeats, new writes, and the handoff behind the last of them."""
+        self._advance_held(now_s)
         for transfer, entry in list(self._open.items()):
             if entry.deadline_s is None:
                 entry.deadline_s = now_s + entry.spec.ttl_s
@@ -151,39 +196,59 @@ class Sending:
             if entry.state.phase is SenderPhase.WRITING:
                 limit_s = min(limit_s, entry.lease_end_s)
             if now_s >= limit_s and entry.state.phase is not SenderPhase.QUIESCING:
-                expired = Outcome(TerminalState.EXPIRED, f"not finished within {entry.spec.ttl_s} s")
+                expired = Outcome(TerminalState.EXPIRED, _why_expired(entry, now_s))
                 self._on(transfer, SenderEvent.EXPIRED, expired)
             if entry.state.phase is SenderPhase.WRITING:
+                self._renew(transfer, entry, now_s)
                 self._ship(transfer, entry)
-                if entry.handoff is not None and not entry.in_flight:
+                complete = all(lane.shipped == lane.num_pages for lane in entry.lanes)
+                if entry.handoff is not None and complete and not entry.in_flight:
                     self._on(transfer, SenderEvent.ALL_WRITTEN)
             if entry.state.phase is SenderPhase.QUIESCING:
                 self._quiesce(transfer, entry, now_s)
+
+    def _advance_held(self, now_s: float) -> None:
+        for transfer, hold in list(self._held.items()):
+            if hold.deadline_s is None:
+                hold.deadline_s = now_s + hold.ttl_s
+            if now_s >= hold.deadline_s:
+                self._let_go(transfer, Outcome(TerminalState.EXPIRED, f"not opened within {hold.ttl_s} s"))
+            elif now_s >= hold.next_renew_s:
+                hold.next_renew_s = now_s + self._records.timing.heartbeat_s
+                self._records.answer(hold.peer, wire.Renew(transfer, hold.attempts))
+                hold.attempts += 1
+
+    def _renew(self, transfer: TransferId, entry: _Sending, now_s: float) -> None:
+        if now_s >= entry.next_renew_s:
+            entry.next_renew_s = now_s + self._records.timing.heartbeat_s
+            self._records.answer(entry.spec.peer, wire.Renew(transfer, _ask(entry, now_s)))
 
     def opening(self, transfer: TransferId, outgoing: Outgoing, now_s: float) -> wire.Open:
         """The Open to send now. Its attempt names the moment from which a grant will be counted."""
         message = outgoing.message
         assert isinstance(message, wire.Open)
-        sent_s = self._open[transfer].open_sent_s
-        sent_s.append(now_s)
-        return wire.with_attempt(message, len(sent_s) - 1)
+        entry = self._open[transfer]
+        entry.next_renew_s = now_s + self._records.timing.heartbeat_s
+        return wire.with_attempt(message, _ask(entry, now_s))
 
     def _ship(self, transfer: TransferId, entry: _Sending) -> None:
-        spec, fingerprint = entry.spec, self._ours.fingerprint
-        end = plan.pages_final(entry.ready_position, spec.num_tokens, fingerprint.target.page_size)
-        target = plan.page_runs(spec.source.target, spec.destination.target, entry.shipped_target, end)
-        entry.shipped_target = end
-        draft: tuple[plan.PageRun, ...] = ()
-        if fingerprint.draft is not None and self._ours.pools.draft is not None and spec.ship_draft:
-            end = plan.pages_final(entry.ready_position, spec.num_tokens, fingerprint.draft.page_size)
-            draft = plan.page_runs(spec.source.draft, spec.destination.draft, entry.shipped_draft, end)
-            entry.shipped_draft = end
-        if target or draft:
-            write = Write(WriteId(self._next_write), spec.peer, target, draft)
+        while True:
+            cargo = Cargo()
+            for lane in entry.lanes:
+                lane.load(entry.ready_position, self._arena, self._staging, cargo)
+            if not cargo.copies:
+                return
+            write = Write(WriteId(self._next_write), entry.spec.peer, tuple(cargo.copies), tuple(cargo.tags))
             self._next_write += 1
             self._writes[write.write] = transfer
-            entry.in_flight.add(write.write)
+            entry.in_flight[write.write] = cargo.spans
+            if cargo.stages or cargo.stamps:
+                self._records.actions.append(Prepare(tuple(cargo.stages), tuple(cargo.stamps)))
             self._records.actions.append(write)
+
+    def _give_back(self, spans: list[Span]) -> None:
+        for span in spans:
+            self._arena.give(span)
 
     def _quiesce(self, transfer: TransferId, entry: _Sending, now_s: float) -> None:
         if entry.quiesce_by_s is None:
@@ -195,8 +260,9 @@ class Sending:
             self._on(transfer, SenderEvent.QUIET)
 
     def _cancel_writes(self, entry: _Sending) -> None:
-        for write in sorted(entry.in_flight):
+        for write, spans in sorted(entry.in_flight.items()):
             del self._writes[write]
+            self._give_back(spans)
             self._records.actions.append(CancelWrite(write))
         entry.in_flight.clear()
 
@@ -204,16 +270,18 @@ class Sending:
 
     def hear_grant(self, source: WorkerEpoch, message: wire.Grant) -> None:
         entry = self._sent_to(source, message.transfer)
-        if entry is None or not 0 <= message.attempt < len(entry.open_sent_s):
+        if entry is None or message.attempt not in entry.asked_s:
             return
-        lease_end_s = entry.open_sent_s[message.attempt] + message.lease_s
+        lease_end_s = entry.asked_s[message.attempt] + message.lease_s
         if math.isfinite(lease_end_s):
             entry.lease_end_s = max(entry.lease_end_s, lease_end_s)
             self._on(message.transfer, SenderEvent.GRANTED)
 
     def hear_refuse(self, source: WorkerEpoch, message: wire.Refuse) -> None:
-        if self._sent_to(source, message.transfer) is not None:
-            refused = Outcome(TerminalState.FAILED, f"refused by the receiver: {message.reason}")
+        refused = Outcome(TerminalState.FAILED, f"refused by the receiver: {message.reason}")
+        if self._holds_for(source, message.transfer):
+            self._let_go(message.transfer, refused, tell=False)
+        elif self._sent_to(source, message.transfer) is not None:
             self._on(message.transfer, SenderEvent.REFUSED, refused)
 
     def hear_ack(self, source: WorkerEpoch, message: wire.Ack) -> None:
@@ -225,6 +293,10 @@ class Sending:
 
     def hear_abort(self, source: WorkerEpoch, message: wire.Abort) -> None:
         transfer = message.transfer
+        if transfer in self._held:
+            if self._holds_for(source, transfer):
+                self._let_go(transfer, remote_outcome(Side.RECEIVER, message.state, message.reason))
+            return
         if transfer in self._open:
             if self._sent_to(source, transfer) is not None:
                 outcome = remote_outcome(Side.RECEIVER, message.state, message.reason)
@@ -239,6 +311,10 @@ class Sending:
         elif closed.peer == source:
             ended = closed.outcome
             self._records.answer(source, wire.Closed(transfer, ended.state, ended.reason, closed.quiet))
+
+    def _holds_for(self, source: WorkerEpoch, transfer: TransferId) -> bool:
+        hold = self._held.get(transfer)
+        return hold is not None and hold.peer == source
 
     def _sent_to(self, source: WorkerEpoch, transfer: TransferId) -> _Sending | None:
         entry = self._open.get(transfer)
@@ -295,9 +371,8 @@ class Sending:
             self._records.close(_key(transfer), closed, Broke(transfer, ending.state, ending.reason))
 
     def _bytes_shipped(self, entry: _Sending) -> tuple[int, int]:
-        pools = self._ours.pools
-        draft_page_bytes = 0 if pools.draft is None else pools.draft.page_bytes
-        return entry.shipped_target * pools.target.page_bytes, entry.shipped_draft * draft_page_bytes
+        shipped = {lane.pool: lane.bytes_shipped for lane in entry.lanes}
+        return shipped[TARGET], shipped.get(DRAFT, 0)
 
     def check(self) -> None:
         """Raises BookCorrupt when an entry contradicts its phase or its writes."""
@@ -306,7 +381,7 @@ class Sending:
             if phase is SenderPhase.CLOSED or _key(transfer) in self._records.closed:
                 raise BookCorrupt(f"sender is open and closed in {phase}", transfer)
             owned = {write for write, owner in self._writes.items() if owner == transfer}
-            if owned != entry.in_flight:
+            if owned != entry.in_flight.keys():
                 raise BookCorrupt(f"sender owns writes {owned}, has {entry.in_flight} in flight", transfer)
             if entry.in_flight and phase in (SenderPhase.OPENING, SenderPhase.FINISHING):
                 raise BookCorrupt(f"sender in {phase} has writes in flight", transfer)
@@ -315,14 +390,34 @@ class Sending:
             asks = _key(transfer) in self._records.outbox
             if asks != (phase in (SenderPhase.OPENING, SenderPhase.FINISHING)):
                 raise BookCorrupt(f"sender in {phase} asks its peer something: {asks}", transfer)
-            page_size = self._ours.fingerprint.target.page_size
-            if entry.shipped_target > plan.pages_final(
-                entry.ready_position, entry.spec.num_tokens, page_size
-            ):
+            if any(lane.shipped > lane.final(entry.ready_position) for lane in entry.lanes):
                 raise BookCorrupt("sender shipped pages that are not final", transfer)
+        for transfer, hold in self._held.items():
+            if transfer in self._open or _key(transfer) in self._records.closed:
+                raise BookCorrupt("sender holds a transfer that is open or closed", transfer)
+            if hold.peer not in self._peers:
+                raise BookCorrupt("sender holds a transfer for a worker that is gone", transfer)
+        self._arena.check()
+        if self._arena.num_taken != sum(
+            len(spans) for entry in self._open.values() for spans in entry.in_flight.values()
+        ):
+            raise BookCorrupt("the staging buffer is used by writes that are over")
         if any(owner not in self._open for owner in self._writes.values()):
             raise BookCorrupt("a write in flight belongs to no open transfer")
 
 
 def _key(transfer: TransferId) -> Key:
     return (Side.SENDER, transfer)
+
+
+def _ask(entry: _Sending, now_s: float) -> int:
+    """Number a question to the receiver and note when it was asked; its grant counts from then."""
+    attempt = entry.first_attempt + len(entry.asked_s)
+    entry.asked_s[attempt] = now_s
+    return attempt
+
+
+def _why_expired(entry: _Sending, now_s: float) -> str:
+    if entry.deadline_s is not None and now_s >= entry.deadline_s:
+        return f"not finished within {entry.spec.ttl_s} s"
+    return "the receiver did not renew its lease"

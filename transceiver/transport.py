@@ -12,20 +12,23 @@ from dataclasses import dataclass
 from typing import NewType, Protocol
 
 from kvmanager.ids import WorkerEpoch
-from transceiver.plan import PageRun
-from transceiver.wire import Hello
+from transceiver.formats import Copy
+from transceiver.wire import Hello, Region
 
 WriteId = NewType("WriteId", int)
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Copy these pages of our pools into the peer's. Complete means: visible in the peer's memory."""
+    """Copies from our pools and staging buffer into the peer's pools, and tags into its host memory.
+
+    Complete means: visible in the peer's memory.
+    """
 
     write: WriteId
     peer: WorkerEpoch
-    target: tuple[PageRun, ...]
-    draft: tuple[PageRun, ...]
+    copies: tuple[Copy, ...]
+    tags: tuple[Copy, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,10 @@ class Transport(Protocol):
     @property
     def name(self) -> str:
         """Which transport; both sides must use the same."""
+        ...
+
+    def register(self, regions: Sequence[Region]) -> None:
+        """More memory of ours, besides the pools. Called before `metadata`. Raises TransportError."""
         ...
 
     def metadata(self) -> bytes:

@@ -6,6 +6,7 @@ before the payload, so that another version is refused by name instead of failin
 One transfer, when all goes well (W = writer, the context worker; R = receiver, the generation worker):
 
     R expects the transfer (pages reserved)
+    W ── Renew ──▶ R     every few seconds from when W has queued it to its end: "I still live, and so does it"
     W ── Open ──▶ R      "may I write these pages?"; re-sent until answered
     W ◀─ Grant ── R      "yes, for lease_s counted from when you sent that Open"
     W ══ pages ═▶ R      one-sided writes, chunk by chunk
@@ -28,11 +29,13 @@ from kvmanager.ids import PageId, TransferId, WorkerEpoch
 from kvmanager.layout import KvGeometry
 from transceiver.errors import VersionMismatch, WireError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAGIC = b"SLST"
 MAX_MESSAGE_BYTES = 1 << 20
 
 DraftMode = Literal["none", "mirrored", "unified"]
+Verify = Literal["off", "tag", "checksum"]
+"""How the receiver checks what has landed; see `transceiver.content`."""
 PAGE_ORDER = "layer,k|v,kv_head,position,head_dim"
 
 
@@ -45,10 +48,18 @@ class TerminalState(enum.StrEnum):
     EXPIRED = "EXPIRED"
 
 
+class HeadRange(msgspec.Struct, frozen=True):
+    """The KV heads of one rank: `first` and as many as its geometry has, of `total` over all ranks."""
+
+    first: int
+    total: int
+
+
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
-    """What must be equal on both sides for shipped KV to mean the same; `num_draft_tokens` alone may differ.
+    """What KV of this worker means. Page sizes, head ranges and `num_draft_tokens` may differ between peers.
 
     `target_model` and `draft_model` identify weights (a content hash or a name with one), not directories.
+    `target_heads` and `draft_heads` are set on ranks that hold some of the heads only.
     """
 
     target_model: str
@@ -60,6 +71,9 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     draft_mode: DraftMode = "none"
     page_order: str = PAGE_ORDER
     num_draft_tokens: int = 0
+    verify: Verify = "off"
+    target_heads: HeadRange | None = None
+    draft_heads: HeadRange | None = None
 
 
 class Region(msgspec.Struct, frozen=True):
@@ -77,10 +91,11 @@ class Region(msgspec.Struct, frozen=True):
 
 
 class Pools(msgspec.Struct, frozen=True):
-    """The pools of one worker, registered whole and once."""
+    """The pools of one worker, registered whole and once. `tags`: one per target page, then one per draft page."""
 
     target: Region
     draft: Region | None = None
+    tags: Region | None = None
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,11 +144,18 @@ class Open(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Grant(msgspec.Struct, frozen=True, tag=True):
-    """R allows writes for `lease_s` seconds, counted by W from when it sent the Open numbered `attempt`."""
+    """R allows writes for `lease_s` seconds, counted by W from when it sent the Open or Renew numbered `attempt`."""
 
     transfer: TransferId
     attempt: int
     lease_s: float
+
+
+class Renew(msgspec.Struct, frozen=True, tag=True):
+    """W still works on this transfer: it is queued, or its Open was granted. Numbered like Opens; a grant answers."""
+
+    transfer: TransferId
+    attempt: int
 
 
 class Refuse(msgspec.Struct, frozen=True, tag=True):
@@ -175,7 +197,7 @@ class Closed(msgspec.Struct, frozen=True, tag=True):
     quiet: bool
 
 
-Message = Introduce | Open | Grant | Refuse | Done | Ack | Abort | Closed
+Message = Introduce | Open | Renew | Grant | Refuse | Done | Ack | Abort | Closed
 
 
 def with_draft_shipped(handoff: Handoff, draft_shipped: bool) -> Handoff:
@@ -184,6 +206,10 @@ def with_draft_shipped(handoff: Handoff, draft_shipped: bool) -> Handoff:
 
 def with_attempt(message: Open, attempt: int) -> Open:
     return msgspec.structs.replace(message, attempt=attempt)
+
+
+def with_tags(pools: Pools, tags: Region | None) -> Pools:
+    return msgspec.structs.replace(pools, tags=tags)
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -47,14 +47,17 @@ class Memory:
     """Target and draft pools of one worker. Bytes of `fill` differ from worker to worker and page to page."""
 
     def __init__(self, num_pages: int, fill_seed: int | None, fingerprint: Fingerprint = FINGERPRINT) -> None:
-        self.target = np.zeros((num_pages, fingerprint.target.page_bytes), dtype=np.uint8)
         draft_bytes = 1 if fingerprint.draft is None else fingerprint.draft.page_bytes
+        unified = fingerprint.draft_mode == "unified"
+        target_bytes = fingerprint.target.page_bytes + (draft_bytes if unified else 0)
+        self.target = np.zeros((num_pages, target_bytes), dtype=np.uint8)
         self.draft = np.zeros((num_pages, draft_bytes), dtype=np.uint8)
         if fill_seed is not None:
             random = np.random.default_rng(fill_seed)
             self.target[:] = random.integers(0, 256, self.target.shape)
             self.draft[:] = random.integers(0, 256, self.draft.shape)
-        self.pools = Pools(region(self.target), None if fingerprint.draft is None else region(self.draft))
+        has_pool = fingerprint.draft is not None and not unified
+        self.pools = Pools(region(self.target), region(self.draft) if has_pool else None)
 
     def holds(self, ours: Sequence[int], other: Memory, theirs: Sequence[int], draft: bool = True) -> bool:
         """Whether our pages hold the bytes of the other memory's pages."""
@@ -80,13 +83,19 @@ class SmallWorker:
         fill_seed: int | None = None,
         timing: Timing | None = None,
         fingerprint: Fingerprint = FINGERPRINT,
+        staging_bytes: int = 1 << 16,
     ) -> SmallWorker:
         epoch = WorkerEpoch(name)
         memory = Memory(num_pages, fill_seed, fingerprint)
         transport = LoopbackTransport(hub, epoch, memory.pools)
-        return cls(
-            epoch, memory, Endpoint(Identity(epoch, "any", fingerprint), memory.pools, transport, timing)
+        endpoint = Endpoint(
+            Identity(epoch, "any", fingerprint),
+            memory.pools,
+            transport,
+            timing,
+            staging_bytes=staging_bytes,
         )
+        return cls(epoch, memory, endpoint)
 
     def expect(self, transfer: str, num_tokens: int, destination: Pages, ttl_s: float = 5.0) -> None:
         self.endpoint.expect(

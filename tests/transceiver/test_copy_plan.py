@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from kvmanager.ids import PageId
 from kvmanager.layout import KvGeometry
-from transceiver.demand import demand
-from transceiver.errors import PlanError, UnequalGeometry
-from transceiver.plan import PageRun, page_runs, pages_final, require_equal, require_pages
+from transceiver.demand import bytes_due, demand
+from transceiver.errors import PlanError
+from transceiver.formats import page_formats, route
+from transceiver.plan import PageRun, page_runs, pages_final, require_pages
 from transceiver.wire import Fingerprint, Pools, Region
 
 TARGET = KvGeometry(num_layers=3, num_kv_heads=2, head_dim=4, page_size=16, element_bytes=2)
@@ -99,21 +100,20 @@ def test_page_lists_that_do_not_fit_are_refused(given_pages: tuple[int, ...], ma
         require_pages("target", [PageId(page) for page in given_pages], 2, 9)
 
 
-def test_unequal_geometry_is_refused_with_both_shapes() -> None:
-    with pytest.raises(UnequalGeometry, match=r"num_layers=3.*num_layers=1"):
-        require_equal(TARGET, DRAFT)
-
-
-@given(st.integers(1, 10_000))
-def test_bytes_are_whole_pages_target_and_draft_apart(num_tokens: int) -> None:
-    fingerprint = Fingerprint(target_model="t", target_dtype="bfloat16", target=TARGET, draft=DRAFT)
+@given(st.integers(1, 10_000), st.booleans())
+def test_bytes_are_whole_pages_target_and_draft_apart(num_tokens: int, ship_draft: bool) -> None:
+    fingerprint = Fingerprint(
+        target_model="t", target_dtype="bfloat16", target=TARGET, draft=DRAFT, draft_mode="mirrored"
+    )
     pools = Pools(
         Region(0, 1000 * TARGET.page_bytes, TARGET.page_bytes, 1000),
         Region(0, 1000 * DRAFT.page_bytes, DRAFT.page_bytes, 1000),
     )
-    needed = demand(fingerprint, pools, num_tokens)
+    target, draft = page_formats(fingerprint)
+    assert draft is not None
+    ways = route(target, target), route(draft, draft)
     pages = (num_tokens + 15) // 16
-    assert (needed.target_bytes, needed.draft_bytes) == (
+    assert bytes_due(demand(fingerprint, pools, num_tokens), ways, ship_draft) == (
         pages * 3 * 2 * 2 * 16 * 4 * 2,
-        pages * 1 * 2 * 2 * 16 * 4 * 2,
+        pages * 1 * 2 * 2 * 16 * 4 * 2 if ship_draft else 0,
     )

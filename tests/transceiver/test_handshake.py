@@ -9,7 +9,7 @@ from kvmanager.layout import KvGeometry
 from tests.transceiver.small_worker import DRAFT, FINGERPRINT, TARGET, SmallWorker, pages
 from transceiver.errors import HandshakeRefused, UnknownPeer, WireError
 from transceiver.loopback import LoopbackHub
-from transceiver.wire import MAGIC, PROTOCOL_VERSION, Fingerprint, decode_hello, encode
+from transceiver.wire import MAGIC, PROTOCOL_VERSION, Fingerprint, HeadRange, decode_hello, encode
 
 replace = msgspec.structs.replace
 
@@ -19,6 +19,7 @@ def geometry(base: KvGeometry, **changes: int) -> KvGeometry:
     return KvGeometry(**{**fields, "element_bytes": base.element_bytes, **changes})
 
 
+HEADER = MAGIC + PROTOCOL_VERSION.to_bytes(2, "big")
 NO_DRAFT = Fingerprint(target_model="target-a", target_dtype="bfloat16", target=TARGET)
 
 DIFFERENCES = [
@@ -43,8 +44,12 @@ DIFFERENCES = [
         "draft mode differs: 'mirrored' here, 'unified' at the peer",
     ),
     (
-        replace(FINGERPRINT, target=geometry(TARGET, page_size=8)),
-        "target page size differs: 4 here, 8 at the peer",
+        replace(FINGERPRINT, verify="tag"),
+        "content check differs: 'off' here, 'tag' at the peer",
+    ),
+    (
+        replace(FINGERPRINT, target=geometry(TARGET, num_kv_heads=3), target_heads=HeadRange(0, 6)),
+        "target kv heads differs: 1 here, 6 at the peer",
     ),
     (
         replace(FINGERPRINT, target=geometry(TARGET, num_kv_heads=3)),
@@ -97,6 +102,37 @@ def test_the_number_of_draft_tokens_and_of_pages_may_differ() -> None:
     assert here.endpoint.connect(peer.endpoint.hello()) == peer.epoch
 
 
+def test_s62_ranks_whose_heads_do_not_meet_are_refused_at_the_handshake() -> None:
+    hub = LoopbackHub()
+    lower = replace(FINGERPRINT, target_heads=HeadRange(0, 2))
+    upper = replace(FINGERPRINT, target_heads=HeadRange(1, 2))
+    here, peer = (
+        SmallWorker.on(hub, "here", fingerprint=lower),
+        SmallWorker.on(hub, "peer", fingerprint=upper),
+    )
+    with pytest.raises(HandshakeRefused, match=r"none in common: 0\.\.0 here, 1\.\.1 at the peer"):
+        here.endpoint.connect(peer.endpoint.hello())
+
+
+def test_page_sizes_may_differ_unless_a_page_exceeds_the_staging_buffer() -> None:
+    hub = LoopbackHub()
+    large = replace(FINGERPRINT, target=geometry(TARGET, page_size=8))
+    peer = SmallWorker.on(hub, "peer", fingerprint=large)
+    assert SmallWorker.on(hub, "here").endpoint.connect(peer.endpoint.hello()) == peer.epoch
+    cramped = SmallWorker.on(hub, "cramped", staging_bytes=100)
+    with pytest.raises(HandshakeRefused, match="a page of 128 bytes exceeds 100 of staging"):
+        cramped.endpoint.connect(peer.endpoint.hello())
+
+
+def test_a_worker_whose_pages_do_not_hold_what_it_says_is_refused() -> None:
+    hub = LoopbackHub()
+    here, peer = SmallWorker.on(hub, "here"), SmallWorker.on(hub, "peer")
+    honest = decode_hello(peer.endpoint.hello())
+    wrong = replace(honest, pools=replace(honest.pools, target=replace(honest.pools.target, page_bytes=60)))
+    with pytest.raises(HandshakeRefused, match="target pages have 60 bytes at the peer, and their KV 64"):
+        here.endpoint.connect(encode(wrong))
+
+
 def test_another_protocol_version_is_refused_before_anything_else_is_read() -> None:
     here = SmallWorker.on(LoopbackHub(), "here")
     foreign = MAGIC + (PROTOCOL_VERSION + 1).to_bytes(2, "big") + b"\xc1 a payload nobody can decode"
@@ -106,9 +142,7 @@ def test_another_protocol_version_is_refused_before_anything_else_is_read() -> N
         here.endpoint.connect(foreign)
 
 
-@pytest.mark.parametrize(
-    "foreign", [b"", b"SLST", b"HTTP/1.1 200 OK", MAGIC + b"\x00\x01\xc1", MAGIC + b"\x00\x01\x80"]
-)
+@pytest.mark.parametrize("foreign", [b"", b"SLST", b"HTTP/1.1 200 OK", HEADER + b"\xc1", HEADER + b"\x80"])
 def test_foreign_bytes_are_refused(foreign: bytes) -> None:
     here = SmallWorker.on(LoopbackHub(), "here")
     with pytest.raises(WireError):

@@ -1,0 +1,167 @@
+"""One transfer's way through one pool: which pages have been shipped, and what the next write takes along. Pure.
+
+A transfer has a lane for the target's pool and, unless the draft pages stay at home, one for the drafter's. Pages are
+the destination's: one is shippable when the source's KV of all its prompt positions is final.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvmanager.ids import PageId
+from transceiver import plan
+from transceiver.annex import Stage, Stamp
+from transceiver.arena import Arena, Span
+from transceiver.content import DRAFT, TAG, TARGET, PageBatch, slots
+from transceiver.formats import Copy, Route, page_formats, route
+from transceiver.port import PageLists
+from transceiver.wire import Hello, Region
+
+
+@dataclass(slots=True)
+class Cargo:
+    """What one write carries, and the spans of the staging buffer that it uses."""
+
+    copies: list[Copy] = field(default_factory=list)
+    tags: list[Copy] = field(default_factory=list)
+    stages: list[Stage] = field(default_factory=list)
+    stamps: list[Stamp] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Lane:
+    """`theirs` and `their_tags` are the peer's memory, `ours` is this worker's pool. `shipped` counts pages."""
+
+    route: Route
+    pool: int
+    num_tokens: int
+    source: tuple[PageId, ...]
+    destination: tuple[PageId, ...]
+    ours: Region
+    theirs: Region
+    their_tags: Region | None
+    their_target_pages: int
+    owner: bytes
+    shipped: int = 0
+
+    @property
+    def num_pages(self) -> int:
+        return self.final(self.num_tokens)
+
+    @property
+    def bytes_shipped(self) -> int:
+        return self.shipped * self.route.shipped.page_bytes
+
+    def final(self, ready_position: int) -> int:
+        """Leading pages that can change no more."""
+        return plan.pages_final(ready_position, self.num_tokens, self.route.shipped.page_size)
+
+    def load(self, ready_position: int, arena: Arena, staging: Region, cargo: Cargo) -> None:
+        """Put as many shippable pages into the cargo as the staging buffer has room for now."""
+        first, count = self.shipped, self.final(ready_position) - self.shipped
+        page_bytes = self.route.shipped.page_bytes
+        per_page = (page_bytes if self.route.staged else 0) + (TAG.itemsize if self.their_tags else 0)
+        if per_page:
+            # Half of the buffer at most, so that the next pages are gathered while these are under way.
+            count = min(count, max(arena.size_bytes // 2 // per_page, 1), arena.largest // per_page)
+        if count <= 0:
+            return
+        span = arena.take(count * per_page) if per_page else None
+        if span is not None:
+            cargo.spans.append(span)
+        offset = span.offset if span is not None else 0
+        numbers, base = self.source[first : first + count], self.ours.address
+        if self.route.staged:
+            gathers = tuple(self.route.gathers(self.source, first, first + count, self.num_tokens))
+            cargo.stages.append(Stage(offset, self.route, self.ours.address, count, gathers))
+            numbers, base = tuple(map(PageId, range(count))), staging.address + offset
+            offset += count * page_bytes
+        cargo.copies += self.route.copies(
+            self.destination[first : first + count], numbers, ours=base, theirs=self.theirs
+        )
+        if self.their_tags is not None:
+            addresses = tuple(base + number * page_bytes for number in numbers)
+            batch = self._batch(addresses, first, first + count)
+            cargo.stamps.append(Stamp(offset, batch))
+            cargo.tags += self._tag_copies(staging.address + offset, batch.pages, self.their_tags)
+        self.shipped += count
+
+    def _batch(self, addresses: tuple[int, ...], first: int, end: int) -> PageBatch:
+        return batch(self.owner, self.pool, self.route, addresses, self.destination[first:end], first)
+
+    def _tag_copies(self, ours: int, pages: tuple[PageId, ...], theirs: Region) -> list[Copy]:
+        places = slots(pages, self.pool, self.their_target_pages)
+        copies: list[Copy] = []
+        for index, place in enumerate(places):
+            copy = Copy(ours + index * TAG.itemsize, theirs.address + place * TAG.itemsize, TAG.itemsize)
+            last = copies[-1] if copies else None
+            if last is not None and last.destination + last.size == copy.destination:
+                copies[-1] = Copy(last.source, last.destination, last.size + copy.size)
+            else:
+                copies.append(copy)
+        return copies
+
+
+def batch(
+    owner: bytes, pool: int, route: Route, addresses: tuple[int, ...], pages: tuple[PageId, ...], first: int
+) -> PageBatch:
+    """Pages first, first + 1, ... of a request, as their tags describe them."""
+    size = route.shipped.page_size
+    return PageBatch(
+        owner=owner,
+        pool=pool,
+        addresses=addresses,
+        page_bytes=route.shipped.page_bytes,
+        pages=pages,
+        positions=tuple((first + index) * size for index in range(len(pages))),
+    )
+
+
+def routes(source: Hello, destination: Hello) -> tuple[Route, Route | None]:
+    """Between the target pools and between the draft pools. Raises UnequalGeometry."""
+    target_here, draft_here = page_formats(source.fingerprint)
+    target_there, draft_there = page_formats(destination.fingerprint)
+    if draft_here is None or draft_there is None:
+        return route(target_here, target_there), None
+    return route(target_here, target_there), route(draft_here, draft_there)
+
+
+def lanes(
+    ours: Hello,
+    theirs: Hello,
+    *,
+    owner: bytes,
+    num_tokens: int,
+    source: PageLists,
+    destination: PageLists,
+    ship_draft: bool,
+) -> tuple[Lane, ...]:
+    """A new transfer's lanes. Raises PlanError for page lists that do not fit, UnequalGeometry."""
+    target_route, draft_route = routes(ours, theirs)
+    their_target_pages = theirs.pools.target.num_pages
+
+    def lane(pool: int, way: Route, here: Region, there: Region) -> Lane:
+        name = "target" if pool == TARGET else "draft"
+        needed_here = way.source.parts[0].geometry.pages_for(num_tokens)
+        needed_there = way.shipped.parts[0].geometry.pages_for(num_tokens)
+        from_pages, to_pages = getattr(source, name), getattr(destination, name)
+        plan.require_pages(f"source {name}", from_pages, needed_here, here.num_pages)
+        plan.require_pages(f"destination {name}", to_pages, needed_there, there.num_pages)
+        return Lane(
+            route=way,
+            pool=pool,
+            num_tokens=num_tokens,
+            source=tuple(from_pages[:needed_here]),
+            destination=tuple(to_pages[:needed_there]),
+            ours=here,
+            theirs=there,
+            their_tags=theirs.pools.tags,
+            their_target_pages=their_target_pages,
+            owner=owner,
+        )
+
+    found = [lane(TARGET, target_route, ours.pools.target, theirs.pools.target)]
+    if ship_draft and draft_route is not None and ours.pools.draft and theirs.pools.draft:
+        found.append(lane(DRAFT, draft_route, ours.pools.draft, theirs.pools.draft))
+    return tuple(found)
