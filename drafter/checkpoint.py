@@ -22,7 +22,6 @@ from torch import Tensor
 from drafter.config import DFlashConfig
 from drafter.dflash import DFlashDrafter, DraftLayerWeights, DraftWeights
 from drafter.errors import DrafterCheckpointError, DrafterMismatch
-from drafter.head import HeadKind
 from drafter.linear import Linear
 
 _INDEX = "model.safetensors.index.json"
@@ -45,10 +44,8 @@ class TargetFacts:
     lm_head: Linear | None = None
 
 
-def load_drafter(path: Path, target: TargetFacts, head: HeadKind = "exact") -> DFlashDrafter:
+def load_drafter(path: Path, target: TargetFacts) -> DFlashDrafter:
     """Load a DFlash drafter for `target`, in the dtype and on the device of the target's embedding.
-
-    `head`: how draft logits are computed, see `drafter.head`.
 
     Raises DrafterConfigError (a field of config.json), DrafterMismatch (drafter and target disagree) or
     DrafterCheckpointError (files or tensors).
@@ -59,7 +56,7 @@ def load_drafter(path: Path, target: TargetFacts, head: HeadKind = "exact") -> D
     _check_tensors(path, tensors, tensor_shapes(config))
     device, dtype = target.embed_weight.device, target.embed_weight.dtype
     placed = {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
-    return DFlashDrafter(config, _assemble(config, placed, target), head)
+    return DFlashDrafter(config, _assemble(config, placed, target))
 
 
 def save_drafter(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -204,6 +201,5 @@ def _assemble(config: DFlashConfig, tensors: Mapping[str, Tensor], target: Targe
         norm_H=tensors["norm.weight"],
         layers=tuple(layer(index) for index in range(config.num_layers)),
         embed_VH=target.embed_weight,
-        lm_head_VH=target.lm_head_weight,
-        lm_head=target.lm_head,
+        lm_head=target.lm_head or Linear(target.lm_head_weight),
     )

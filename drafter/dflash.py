@@ -26,7 +26,6 @@ from torch import Tensor
 from drafter.attention import AttentionPlan, PagedAttention
 from drafter.config import DFlashConfig
 from drafter.context import ContextProjection
-from drafter.head import HeadKind, make_head
 from drafter.layers import RotaryTable, Rotation, rms_norm, rotate, swiglu
 from drafter.linear import Linear
 
@@ -54,16 +53,14 @@ class DraftWeights:
     norm_H: Tensor
     layers: Sequence[DraftLayerWeights]
     embed_VH: Tensor
-    lm_head_VH: Tensor
-    lm_head: Linear | None = None  # the same weight, where the target has it laid out for its device
+    lm_head: Linear
 
 
 class DFlashDrafter:
     """A loaded drafter. Holds weights only; keys and values live in the pool of the caller's attention."""
 
-    def __init__(self, config: DFlashConfig, weights: DraftWeights, head: HeadKind = "exact") -> None:
+    def __init__(self, config: DFlashConfig, weights: DraftWeights) -> None:
         self.config = config
-        self._head = make_head(head, weights.lm_head_VH, weights.lm_head)
         self._weights = weights
         self._rotary = RotaryTable(
             config.rope, config.head_dim, weights.embed_VH.dtype, weights.embed_VH.device
@@ -154,7 +151,7 @@ class DFlashDrafter:
             normed_TH = rms_norm(hidden_TH, layer.post_norm_H, self.config.rms_norm_eps)
             hidden_TH = hidden_TH + layer.down(swiglu(layer.gate_up(normed_TH)))
         final = rms_norm(hidden_TH, self._weights.norm_H, self.config.rms_norm_eps)
-        return self._head.logits(final).view(num_requests, num_draft, -1)
+        return self._weights.lm_head(final).view(num_requests, num_draft, -1)
 
     def _attend(
         self,
