@@ -36,6 +36,7 @@ class AnswerRequest:
     """One request as a client asked it; nothing is checked yet. None means that the client named no value.
 
     `client_id` is the client's own name for it: for `Cancel` and for logs, never used between gateway and workers.
+    `cache_salt`: cached prefixes are shared only among requests of the same salt.
     """
 
     prompt: Prompt
@@ -51,6 +52,7 @@ class AnswerRequest:
     ignore_eos: bool = False
     logprobs: int | None = None
     draft_tokens: int | None = None
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Usage:
     @property
     def cached_prompt_tokens(self) -> int:
         """Prompt tokens whose KV came from a prefix cache."""
-        return int(getattr(self.stats, "cached_prompt_tokens", 0))
+        return self.stats.cached_prompt_tokens if self.stats is not None else 0
 
     @property
     def acceptance_length(self) -> float:

@@ -7,17 +7,21 @@ a wrong command line exits with 2. Heavy imports wait for the command that needs
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib
 import json
 import logging
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 
-from cluster.config import ConfigError, load_config, server_address
+from cluster.access import Access
+from cluster.config import ConfigError, client_access, load_config, server_address
 from cluster.version import VERSION
 
 # Commands of other modules: name → (where it is, what `--help` says of it).
@@ -46,6 +50,19 @@ class _Commands(click.Group):
         helps.update({name: text for name, (_, text) in _LAZY_COMMANDS.items()})
         with formatter.section("Commands"):
             formatter.write_dl(sorted(helps.items()))
+
+
+def server_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Which server a command talks to, and what lets it in: gives the command `server` and `access`."""
+
+    @click.option("--server", default=server_address, help="HOST:PORT of a running `slipstream serve`.")
+    @click.option("--token-file", type=click.Path(path_type=Path), help="File whose first token is sent.")
+    @click.option("--ca-file", type=click.Path(path_type=Path), help="Speak TLS; trust this PEM authority.")
+    @functools.wraps(command)
+    def with_access(*arguments: Any, token_file: Path | None, ca_file: Path | None, **options: Any) -> None:
+        command(*arguments, access=client_access(token_file, ca_file), **options)
+
+    return with_access
 
 
 @click.group(
@@ -120,6 +137,12 @@ def readable(error: Exception) -> str | None:
 @click.option("--chunk-tokens", type=int, help="Prompt tokens per prefill step.")
 @click.option("--kv-pages", "num_kv_pages", type=int, help="Pages in each worker's target pool.")
 @click.option("--memory-fraction", type=float, help="Share of free memory for both pools.")
+@click.option(
+    "--draft-kv",
+    type=click.Choice(["mirrored", "unified"]),
+    help="A pool of the drafter's own, or its layers in the target's pages.",
+)
+@click.option("--prefix-cache/--no-prefix-cache", default=None, help="Keep prefixes for later prompts.")
 @click.option("--drafting/--no-drafting", default=None, help="Load the pair's drafter.")
 @click.option("--draft-tokens", help="Tokens proposed per step: full, adaptive, or a number.")
 @click.option("--threads", "num_threads", type=int, help="Threads of each worker.")
@@ -150,7 +173,7 @@ def serve(config_path: Path | None, host_factory: str | None, **options: Any) ->
 
 @cli.command()
 @click.argument("prompt")
-@click.option("--server", default=server_address, help="HOST:PORT of a running `slipstream serve`.")
+@server_options
 @click.option(
     "--chat/--raw", default=True, help="Use the model's chat template, or complete the text as it is."
 )
@@ -168,7 +191,13 @@ def serve(config_path: Path | None, host_factory: str | None, **options: Any) ->
     "--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of streaming."
 )
 def generate(
-    prompt: str, server: str, chat: bool, as_json: bool, timeout_s: float | None, **options: Any
+    prompt: str,
+    server: str,
+    access: Access,
+    chat: bool,
+    as_json: bool,
+    timeout_s: float | None,
+    **options: Any,
 ) -> None:
     """Send PROMPT (- reads standard input) and stream the answer; figures go to standard error."""
     from cluster.answers import AnswerEnd, ChatPrompt, TextPrompt
@@ -177,7 +206,7 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     asked = ChatPrompt((("user", text),)) if chat and text else TextPrompt(text)
     shown = ""
-    with Client(server) as client:
+    with Client(server, access) as client:
         for event in client.generate(asked, timeout_s=timeout_s, **options):
             shown += event.text
             if not as_json:
@@ -212,16 +241,16 @@ def generate(
 
 
 @cli.command()
-@click.option("--server", default=server_address, help="HOST:PORT of a running `slipstream serve`.")
+@server_options
 @click.option("--json", "as_json", is_flag=True)
-def status(server: str, as_json: bool) -> None:
+def status(server: str, access: Access, as_json: bool) -> None:
     """Show a running cluster: workers, slots, pages, transfers, acceptance length."""
     from google.protobuf.json_format import MessageToJson
 
     from cluster.client import Client
     from cluster.display import status_table
 
-    with Client(server) as client:
+    with Client(server, access) as client:
         state = client.cluster_state()
     if as_json:
         click.echo(
@@ -235,6 +264,40 @@ def status(server: str, as_json: bool) -> None:
         return
     # A table squeezed into a pipe's default width is unreadable; a file has no edge.
     Console(width=None if sys.stdout.isatty() else 140).print(status_table(state))
+
+
+@cli.command()
+@click.argument("worker")
+@click.option(
+    "--wait", "wait_s", type=float, default=0.0, help="Seconds to wait until it runs nothing any more."
+)
+@server_options
+def drain(worker: str, wait_s: float, server: str, access: Access) -> None:
+    """Send WORKER no new requests; those that it runs finish."""
+    from cluster.client import Client
+
+    until_s = time.monotonic() + wait_s
+    with Client(server, access) as client:
+        state = client.drain(worker)
+        while state.running + state.live_requests > 0 and time.monotonic() < until_s:
+            time.sleep(0.2)
+            state = client.drain(worker)
+    left = max(state.running, state.live_requests)
+    click.echo(f"{worker} is draining; it runs {left} requests" if left else f"{worker} is drained")
+    if left and wait_s:
+        sys.exit(1)
+
+
+@cli.command()
+@click.argument("worker")
+@server_options
+def undrain(worker: str, server: str, access: Access) -> None:
+    """Send WORKER requests again."""
+    from cluster.client import Client
+
+    with Client(server, access) as client:
+        client.undrain(worker)
+    click.echo(f"{worker} takes requests")
 
 
 @cli.command()

@@ -56,6 +56,7 @@ class Options(TypedDict, total=False):
     ignore_eos: bool
     logprobs: int | None
     draft_tokens: int | None
+    cache_salt: str
 
 
 class Client:

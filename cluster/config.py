@@ -15,6 +15,8 @@ from typing import Literal
 
 import msgspec
 
+from cluster.access import Access, TokenFileError, read_tokens
+from kvmanager.layout import DraftKv, PoolLayout
 from workers.config import (
     DraftPolicy,
     DtypeName,
@@ -64,6 +66,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     page_size: int = 16
     num_kv_pages: int | None = None
     memory_fraction: float | None = None
+    draft_kv: DraftKv = "mirrored"
+    pool_layout: PoolLayout = "strided"
+    prefix_cache: bool = True
     max_batch: int = 8
     max_seq_len: int = 2048
     chunk_tokens: int = 256
@@ -132,6 +137,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             dtype=self.dtype,
             page_size=self.page_size,
             kv=self._kv_budget(),
+            draft_kv=self.draft_kv,
+            pool_layout=self.pool_layout,
+            prefix_cache=self.prefix_cache,
             max_batch=self.max_batch,
             max_seq_len=self.max_seq_len,
             chunk_tokens=self.chunk_tokens,
@@ -179,6 +187,31 @@ def load_config(path: Path | None, overrides: Mapping[str, object]) -> ClusterCo
 def server_address() -> str:
     """Where clients look for a server: SLIPSTREAM_SERVER, or the address that `slipstream serve` uses by default."""
     return os.environ.get("SLIPSTREAM_SERVER", DEFAULT_LISTEN)
+
+
+def client_access(token_file: Path | None = None, ca_file: Path | None = None) -> Access:
+    """What clients bring along: SLIPSTREAM_TOKEN_FILE, _CA_FILE, _CERT_FILE and _KEY_FILE, or what is given.
+
+    Raises ConfigError for a token file that cannot be read.
+    """
+
+    def path(name: str) -> Path | None:
+        value = os.environ.get(f"SLIPSTREAM_{name}")
+        return Path(value) if value else None
+
+    token_file = token_file or path("TOKEN_FILE")
+    token = ""
+    if token_file is not None:
+        try:
+            token = read_tokens(token_file)[0]
+        except TokenFileError as error:
+            raise ConfigError(str(error)) from error
+    return Access(
+        token=token,
+        ca_file=ca_file or path("CA_FILE"),
+        cert_file=path("CERT_FILE"),
+        key_file=path("KEY_FILE"),
+    )
 
 
 def ray_auth_mode() -> str | None:

@@ -54,12 +54,15 @@ def request_from_proto(message: inference_pb2.GenerateRequest) -> AnswerRequest:
         ignore_eos=sampling.ignore_eos,
         logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
         draft_tokens=sampling.draft_tokens if sampling.HasField("draft_tokens") else None,
+        cache_salt=message.cache_salt,
     )
 
 
 def request_to_proto(request: AnswerRequest) -> inference_pb2.GenerateRequest:
     """The message of a request. Raises ValueError when a number does not fit its field."""
-    message = inference_pb2.GenerateRequest(request_id=request.client_id, model=request.model)
+    message = inference_pb2.GenerateRequest(
+        request_id=request.client_id, model=request.model, cache_salt=request.cache_salt
+    )
     match request.prompt:
         case TextPrompt(text=text):
             message.text = text
@@ -113,6 +116,7 @@ def end_to_proto(end: AnswerEnd, client_id: str) -> inference_pb2.GenerateRespon
         acceptance_length_first8=end.usage.acceptance_length_first8,
         time_to_first_token_s=end.usage.time_to_first_token_s,
         total_time_s=end.usage.total_time_s,
+        cached_prompt_tokens=end.usage.cached_prompt_tokens,
     )
     stats = end.usage.stats
     if stats is not None:
@@ -143,6 +147,7 @@ def end_from_proto(message: inference_pb2.GenerateResponse) -> AnswerEnd:
         prompt_tokens_computed=usage.prompt_tokens_computed_on_generation,
         kv_bytes_target=usage.kv_bytes_target,
         kv_bytes_draft=usage.kv_bytes_draft,
+        cached_prompt_tokens=usage.cached_prompt_tokens,
     )
     return AnswerEnd(
         reason=_REASON_NAMES.get(int(finish.reason), "stop"),
@@ -203,6 +208,8 @@ _FIGURES = (
     "transfers_failed",
     "requests_finished",
     "last_progress_age_s",
+    "cached_pages",
+    "cached_prompt_tokens",
 )
 
 

@@ -75,6 +75,14 @@ class GatewaySettings:
     times: LinkTimes = field(default_factory=LinkTimes)
 
 
+@dataclass(frozen=True)
+class _Prompt:
+    """What workers are told of a prompt: its tokens, and whose cached prefixes it may share."""
+
+    token_ids: tuple[int, ...]
+    salt: str
+
+
 @dataclass
 class GatewayCounters:
     finished: int = 0
@@ -213,7 +221,9 @@ class Gateway:
                 live = LiveRequest(RequestId(self._new_id()), request.client_id)
                 self._live[live.request_id] = live
                 legs = asyncio.create_task(
-                    self._walk_legs(live, route, prompt_token_ids, sampling, deadline_s)
+                    self._walk_legs(
+                        live, route, _Prompt(prompt_token_ids, request.cache_salt), sampling, deadline_s
+                    )
                 )
                 legs.add_done_callback(live.legs_ended)
                 assembler = Assembler(self.tokenizer.decode, request.stop, sampling.max_tokens)
@@ -284,7 +294,7 @@ class Gateway:
         self,
         live: LiveRequest,
         route: Route,
-        prompt_token_ids: tuple[int, ...],
+        prompt: _Prompt,
         sampling: SamplingParams,
         deadline_s: float | None,
     ) -> None:
@@ -295,7 +305,10 @@ class Gateway:
             if not contexts:
                 await decoding.client.submit(
                     SubmitRequest(
-                        request_id=live.request_id, prompt_token_ids=prompt_token_ids, sampling=sampling
+                        request_id=live.request_id,
+                        prompt_token_ids=prompt.token_ids,
+                        sampling=sampling,
+                        cache_salt=prompt.salt,
                     )
                 )
                 return
@@ -303,9 +316,12 @@ class Gateway:
             reservation = await decoding.client.reserve(
                 ReserveRequest(
                     request_id=live.request_id,
-                    num_prompt_tokens=len(prompt_token_ids),
+                    num_prompt_tokens=len(prompt.token_ids),
+                    prompt_token_ids=prompt.token_ids,
                     sampling=sampling,
                     ttl_s=ttl_s,
+                    cache_salt=prompt.salt,
+                    position_multiple=facts.page_size if (facts := contexts[0].facts) is not None else 1,
                 )
             )
             live.hold(contexts[0])
@@ -313,10 +329,11 @@ class Gateway:
             await contexts[0].client.prefill(
                 PrefillRequest(
                     request_id=live.request_id,
-                    prompt_token_ids=prompt_token_ids,
+                    prompt_token_ids=prompt.token_ids,
                     sampling=sampling,
                     reservation=reservation,
                     ttl_s=ttl_s,
+                    cache_salt=prompt.salt,
                 )
             )
             live.let_go(contexts[0])

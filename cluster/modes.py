@@ -88,4 +88,5 @@ class EvaluationCluster:
             max_seq_len=self.max_seq_len,
             draft_tokens=self.draft_tokens,
             num_threads=os.cpu_count() or 1,
+            prefix_cache=False,  # modes are compared by what every one of them computes and ships itself
         )

@@ -67,6 +67,7 @@ class _Job:
     steps: int = 0
     decode_tokens: int = 0
     landed: bool = True
+    salt: str = ""
 
 
 @dataclass
@@ -107,6 +108,8 @@ class FakeHost:
         self.jobs: dict[RequestId, _Job] = {}
         self.seen: list[RequestId] = []
         self.samplings: list[SamplingParams] = []
+        self.salts: list[str] = []
+        self.reserved: list[ReserveRequest] = []
         self.cancelled: list[RequestId] = []
         self.connected: set[WorkerEpoch] = set()
         self.running = False
@@ -132,11 +135,14 @@ class FakeHost:
 
     async def submit(self, request: SubmitRequest) -> None:
         self._refuse()
-        self._add(request.request_id, request.prompt_token_ids, request.sampling, landed=True)
+        self._add(
+            request.request_id, request.prompt_token_ids, request.sampling, request.cache_salt, landed=True
+        )
 
     async def reserve(self, request: ReserveRequest) -> Reservation:
         self._refuse()
-        self._add(request.request_id, (), request.sampling, landed=False)
+        self.reserved.append(request)
+        self._add(request.request_id, (), request.sampling, request.cache_salt, landed=False)
         pages = (PageId(1),)
         return Reservation(
             transfer_id=TransferId(request.request_id),
@@ -151,6 +157,7 @@ class FakeHost:
         if self.prefill_refusal is not None:
             raise self.prefill_refusal
         self.seen.append(request.request_id)
+        self.salts.append(request.cache_salt)
         while self.hold.is_set():
             await asyncio.sleep(0.002)
             if request.request_id in self.cancelled:
@@ -213,11 +220,18 @@ class FakeHost:
             raise refusal
 
     def _add(
-        self, request_id: RequestId, prompt: tuple[int, ...], sampling: SamplingParams, *, landed: bool
+        self,
+        request_id: RequestId,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+        salt: str,
+        *,
+        landed: bool,
     ) -> None:
         self.seen.append(request_id)
+        self.salts.append(salt)
         self.samplings.append(sampling)
-        job = _Job(prompt, sampling, landed=landed)
+        job = _Job(prompt, sampling, landed=landed, salt=salt)
         self._commands.put(lambda: self.jobs.__setitem__(request_id, job))
 
     def _run(self) -> None:
@@ -294,4 +308,5 @@ def _stats(job: _Job) -> RequestStats:
         prompt_tokens_computed=0,
         kv_bytes_target=BYTES_PER_TOKEN * len(job.prompt),
         kv_bytes_draft=len(job.prompt),
+        cached_prompt_tokens=len(job.salt),
     )

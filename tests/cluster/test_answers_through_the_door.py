@@ -168,3 +168,16 @@ async def test_the_same_prompt_twice_passes_the_context_worker_twice(split: Fake
     for _ in range(2):
         await split.client.complete("ab", max_tokens=3)
     assert len(split.hosts["context-0"].seen) == 2
+
+
+async def test_a_cache_salt_and_the_prompt_reach_every_worker_and_cached_tokens_come_back(
+    cluster: FakeCluster,
+) -> None:
+    _, end = await cluster.client.complete("abc", max_tokens=3, cache_salt="tenant")
+    await cluster.client.complete("abc", max_tokens=3)
+    assert end.usage.cached_prompt_tokens == len("tenant"), "what the fake worker says"
+    for host in cluster.hosts.values():
+        assert host.salts == ["tenant", ""]
+        for request in host.reserved:
+            assert request.prompt_token_ids == tuple(b"abc")
+            assert request.position_multiple == 16

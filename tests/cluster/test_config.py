@@ -70,6 +70,16 @@ def test_memory_settings_reach_the_workers() -> None:
     )
 
 
+def test_the_form_of_the_drafters_kv_and_the_prefix_cache_reach_the_workers() -> None:
+    plain = load_config(None, {}).worker_config("generation")
+    assert (plain.draft_kv, plain.pool_layout, plain.prefix_cache) == ("mirrored", "strided", True)
+    values = {"draft_kv": "unified", "pool_layout": "dense", "prefix_cache": False}
+    other = load_config(None, values).worker_config("context")
+    assert (other.draft_kv, other.pool_layout, other.prefix_cache) == ("unified", "dense", False)
+    with pytest.raises(ConfigError, match="draft_kv"):
+        load_config(None, {"draft_kv": "joined"})
+
+
 def test_a_workers_configuration_survives_the_wire() -> None:
     config = load_config(None, {"draft_tokens": 3, "memory_fraction": 0.5}).worker_config("generation")
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=WorkerConfig) == config
