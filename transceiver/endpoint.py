@@ -8,7 +8,7 @@ closed once. Calls change the book; `poll` alone does I/O.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -125,6 +125,9 @@ class Endpoint:
     def urgency(self) -> Urgency:
         with self._lock:
             return self._book.urgency
+
+    def wake_on_event(self, wake: Callable[[], None]) -> None:
+        """Events come from `poll` itself, so there is nothing to wake for."""
 
     def stats(self) -> PortStats:
         with self._lock:

@@ -24,7 +24,8 @@ from transceiver.wire import Hello, Pools, Region
 class Faults:
     """What the link does to messages and writes. Probabilities in 0..1; delays in seconds, uniform up to the maximum.
 
-    Messages whose delays cross arrive reordered. A stalled worker is one that nobody polls; a dead one is
+    A corrupted write lands with one wrong bit and is reported as complete. Messages whose delays cross arrive
+    reordered. A stalled worker is one that nobody polls; a dead one is
     `LoopbackHub.crash`.
     """
 
@@ -33,6 +34,7 @@ class Faults:
     max_delay_s: float = 0.0
     max_write_delay_s: float = 0.0
     write_failure: float = 0.0
+    corruption: float = 0.0
 
 
 @dataclass
@@ -144,6 +146,10 @@ class LoopbackHub:
             return "injected fault"
         for copy in (*write.copies, *write.tags):
             ctypes.memmove(copy.destination, copy.source, copy.size)
+        if write.copies and self._random.random() < self.faults.corruption:
+            copy = self._random.choice(write.copies)
+            wrong = ctypes.c_uint8.from_address(copy.destination + self._random.randrange(copy.size))
+            wrong.value ^= 1 << self._random.randrange(8)
         return None
 
 

@@ -9,6 +9,7 @@ each side, whatever the other does.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -162,6 +163,10 @@ class TransferPort(Protocol):
 
     def poll(self, now_s: float) -> list[TransferEvent]:
         """Make progress and collect what ended. `now_s` never goes back."""
+        ...
+
+    def wake_on_event(self, wake: Callable[[], None]) -> None:
+        """`wake` is called from the port's own thread when `poll` has something new; a port without one never calls."""
         ...
 
     def stats(self) -> PortStats: ...

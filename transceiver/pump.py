@@ -132,6 +132,9 @@ class Pump:
             self._require_running()
         return events
 
+    def wake_on_event(self, wake: Callable[[], None]) -> None:
+        self._on_event = wake
+
     def stats(self) -> PortStats:
         return self._endpoint.stats()
 
@@ -181,8 +184,9 @@ class Pump:
             events = endpoint.poll(now_s)
             for event in events:
                 self._events.put(event)
-            if events and self._on_event is not None:
-                self._on_event()
+            on_event = self._on_event
+            if events and on_event is not None:
+                on_event()
             if endpoint.moved:
                 moved_s = now_s
             self._wake.wait(self._pause_s(endpoint.urgency, now_s - moved_s))

@@ -48,6 +48,8 @@ class _Sending:
     lease_end_s: float = -math.inf
     asked_s: dict[int, float] = field(default_factory=dict)  # when an Open or Renew was sent, by attempt
     next_renew_s: float = math.inf
+    asking: SenderPhase | None = None  # the phase whose question (Open, Done) wants an answer
+    answer_by_s: float = math.inf
     ready_position: int = 0
     in_flight: dict[WriteId, list[Span]] = field(
         default_factory=dict
@@ -195,6 +197,10 @@ class Sending:
             limit_s = entry.deadline_s
             if entry.state.phase is SenderPhase.WRITING:
                 limit_s = min(limit_s, entry.lease_end_s)
+            elif entry.state.phase is not entry.asking:
+                entry.asking, entry.answer_by_s = entry.state.phase, now_s + self._records.timing.lease_s
+            else:
+                limit_s = min(limit_s, entry.answer_by_s)
             if now_s >= limit_s and entry.state.phase is not SenderPhase.QUIESCING:
                 expired = Outcome(TerminalState.EXPIRED, _why_expired(entry, now_s))
                 self._on(transfer, SenderEvent.EXPIRED, expired)
@@ -420,4 +426,4 @@ def _ask(entry: _Sending, now_s: float) -> int:
 def _why_expired(entry: _Sending, now_s: float) -> str:
     if entry.deadline_s is not None and now_s >= entry.deadline_s:
         return f"not finished within {entry.spec.ttl_s} s"
-    return "the receiver did not renew its lease"
+    return "nothing was heard of the receiver for the length of a lease"

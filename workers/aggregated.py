@@ -29,7 +29,6 @@ from workers.sequence import Sequence
 class AggregatedEngine:
     """Continuous batching of whole requests on one worker."""
 
-    awaits_transfer = False
     num_transfers = 0
 
     def __init__(

@@ -23,6 +23,7 @@ from kvmanager.ids import WorkerEpoch
 from kvmanager.layout import KvGeometry
 from kvmanager.ledger import KvLedger
 from kvmanager.manager import BatchLimits
+from transceiver.annex import DEFAULT_STAGING_BYTES
 from transceiver.endpoint import Identity
 from transceiver.port import TransferPort
 from transceiver.pump import nixl_port
@@ -129,7 +130,11 @@ def build(config: WorkerConfig, models: Models, make_port: MakePort | None = Non
     limits = BatchLimits(max_batch=config.max_batch, max_seq_len=max_seq_len, lookahead=lookahead)
     try:
         demand = KvDemand(
-            target=target_geometry, draft=draft_geometry, limits=limits, draft_kv=config.draft_kv
+            target=target_geometry,
+            draft=draft_geometry,
+            limits=limits,
+            staging_bytes=0 if config.role == "aggregated" else DEFAULT_STAGING_BYTES,
+            draft_kv=config.draft_kv,
         )
     except LayoutRefused as error:
         raise ModelMismatch(str(error), field="draft_kv") from error
@@ -305,6 +310,7 @@ def _fingerprint(config: WorkerConfig, models: Models, ledger: KvLedger) -> Fing
         draft=draft.geometry if draft is not None else None,
         draft_mode=ledger.draft_kv or "none",
         num_draft_tokens=models.drafter.max_draft_tokens if models.drafter is not None else 0,
+        verify=config.verify,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from kvmanager.layout import DraftKv, PoolLayout
+from transceiver.wire import Verify
 from workers.request import Role
 
 DtypeName = Literal["float32", "float64", "bfloat16", "float16"]
@@ -48,8 +49,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """One worker. `draft_tokens` is the default policy for requests that name no number themselves.
 
     `drafting` False loads no drafter. `max_waiting` bounds the queue of requests not admitted yet, `chunk_tokens` the
-    prompt tokens of one prefill step. `draft_kv` and `pool_layout`: see `kvmanager.layout`; both workers of a pair
-    must have the same `draft_kv`. `prefix_cache` keeps full pages of prompts for those that begin alike.
+    prompt tokens of one prefill step. `draft_kv` and `pool_layout`: see `kvmanager.layout`; `verify`, the check of
+    shipped KV: see `transceiver.content`. Both workers of a pair must have the same `draft_kv` and `verify`.
+    `prefix_cache` keeps full pages of prompts for those that begin alike.
     """
 
     role: Role
@@ -60,6 +62,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     draft_kv: DraftKv = "mirrored"
     pool_layout: PoolLayout = "strided"
     prefix_cache: bool = True
+    verify: Verify = "tag"
     max_batch: int = 8
     max_seq_len: int = 2048
     max_waiting: int = 256

@@ -3,9 +3,10 @@
     waiting ──admit, open transfer, lease──▶ prefilling ──chunk, push──▶ ... ──last chunk, first token──▶ shipping
     shipping ──the other side acknowledged──▶ gone            anywhere ──cancel | transfer broke──▶ draining ──▶ gone
 
-The transfer co-owns the pages from the start, because a write may be reading them whatever becomes of the request.
-At the last chunk `release_index_slot` frees the row and the request gives up its pages; the transfer's lease alone
-holds them until the transfer is terminal. So prompts in flight to slow receivers cost pages, never slots.
+While a prompt waits, its transfer is held: heartbeats keep the reservation over there alive, and its end there ends
+the wait here. The transfer co-owns the pages from the start, because a write may be reading them whatever becomes of
+the request. At the last chunk `release_index_slot` frees the row and the request gives up its pages; the transfer's
+lease alone holds them until the transfer is terminal. So prompts in flight to slow receivers cost pages, never slots.
 """
 
 from __future__ import annotations
@@ -104,7 +105,12 @@ class ContextEngine:
         sequence = self._limits.sequence(
             request.request_id, request.prompt_token_ids, request.sampling, request.cache_salt
         )
-        self._waiting.append(_ContextJob(request, sequence, now_s + request.ttl_s))
+        job = _ContextJob(request, sequence, now_s + request.ttl_s)
+        try:
+            self._port.hold(job.transfer, request.reservation.generation_epoch, request.ttl_s)
+        except TransceiverError as error:
+            raise _refusal(error) from error
+        self._waiting.append(job)
 
     def step(self, now_s: float) -> list[EngineEvent]:
         for event in self._port.poll(now_s):
@@ -127,7 +133,7 @@ class ContextEngine:
         """Stop before the next chunk. Pages stay leased until the transfer is terminal."""
         for job in self._waiting:
             if job.request.request_id == request_id:
-                self._waiting.remove(job)
+                self._give_up(job, "the request was cancelled")
                 self._end(job, RequestCancelled("cancelled while waiting for the context worker"))
                 return
         for job in list(self._transfers.values()):
@@ -141,8 +147,7 @@ class ContextEngine:
         """Refuse every prompt and abort its transfer; leases end as the transfers become terminal."""
         for job in [*self._waiting, *self._transfers.values()]:
             self._stop(job)
-            if job.transfer in self._transfers:
-                self._port.abort(job.transfer, reason)
+            self._port.abort(job.transfer, reason)
             self._end(job, TransferBroke(f"the context worker failed: {reason}"))
         self._waiting.clear()
         events, self._events = self._events, []
@@ -163,10 +168,6 @@ class ContextEngine:
     @property
     def idle(self) -> bool:
         return not (self._prefilling or self._events or (self._waiting and self.ledger.usage().leases == 0))
-
-    @property
-    def awaits_transfer(self) -> bool:
-        return bool(self._transfers)
 
     @property
     def num_running(self) -> int:
@@ -196,6 +197,7 @@ class ContextEngine:
             try:
                 self._open_transfer(job, now_s)
             except TransceiverError as error:
+                self._port.abort(job.transfer, str(error))
                 self.ledger.free(request.request_id)
                 self._end(job, _refusal(error))
 
@@ -268,7 +270,12 @@ class ContextEngine:
             self._events.append(ContextDone(job.request.request_id, prefilled))
 
     def _broke(self, event: Broke) -> None:
-        job = self._transfers.pop(event.transfer)
+        job = self._transfers.pop(event.transfer, None)
+        if job is None:  # it ended before it was admitted
+            for waiting in [job for job in self._waiting if job.transfer == event.transfer]:
+                self._waiting.remove(waiting)
+                self._end(waiting, TransferBroke(f"the reservation ended in {event.state}: {event.reason}"))
+            return
         self._stop(job)
         self.ledger.end_lease(event.transfer)
         self.counters.transfers_failed += 1
@@ -276,8 +283,13 @@ class ContextEngine:
 
     def _expire_waiting(self, now_s: float) -> None:
         for job in [job for job in self._waiting if job.deadline_s <= now_s]:
-            self._waiting.remove(job)
+            self._give_up(job, "the context worker had no room for the prompt in time")
             self._end(job, AdmissionTimeout("the context worker had no room for the prompt in time"))
+
+    def _give_up(self, job: _ContextJob, reason: str) -> None:
+        """A prompt leaves the queue; the other side learns at once that nobody will write."""
+        self._waiting.remove(job)
+        self._port.abort(job.transfer, reason)
 
     def _end(self, job: _ContextJob, error: WorkerRefused) -> None:
         if not job.ended:

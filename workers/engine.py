@@ -86,9 +86,6 @@ class Engine(Protocol):
     def idle(self) -> bool: ...
 
     @property
-    def awaits_transfer(self) -> bool: ...
-
-    @property
     def num_running(self) -> int: ...
 
     @property

@@ -177,10 +177,6 @@ class GenerationEngine:
         return not (self._decoding or self._events or (self._waiting and not self._transfers))
 
     @property
-    def awaits_transfer(self) -> bool:
-        return bool(self._transfers)
-
-    @property
     def num_running(self) -> int:
         return len(self._decoding)
 

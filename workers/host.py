@@ -47,7 +47,6 @@ from workers.request import (
 _log = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 0.05
-_TRANSFER_WAIT_S = 0.001
 
 Answer = TypeVar("Answer")
 
@@ -68,6 +67,8 @@ class EngineHost:
         self._stopping = threading.Event()
         self._failure: str | None = None
         self._last_progress_s = time.monotonic()
+        if assembly.port is not None:
+            assembly.port.wake_on_event(self._wake)
 
     @classmethod
     def load(cls, config: WorkerConfig) -> EngineHost:
@@ -81,7 +82,7 @@ class EngineHost:
     def stop(self) -> None:
         """End the engine thread after its present step; every request still waiting for an answer is refused."""
         self._stopping.set()
-        self._commands.put(lambda now_s: None)
+        self._wake()
         if self._thread.is_alive():
             self._thread.join()
         for future in self._futures.values():
@@ -134,6 +135,12 @@ class EngineHost:
             raise HandshakeFailed(str(refused)) from refused
         self._peers.add(epoch)
         return epoch
+
+    def disconnect(self, epoch: WorkerEpoch) -> None:
+        """A peer is gone for good: every transfer with it breaks now. Idempotent; a stranger changes nothing."""
+        self._peers.discard(epoch)
+        if self._assembly.port is not None:
+            self._assembly.port.disconnect(epoch)
 
     def inject(self, fault: Fault) -> None:
         """For the evaluation's own workers alone: see workers.faults."""
@@ -240,17 +247,21 @@ class EngineHost:
                 self._dispatch(events)
 
     def _run_commands(self) -> None:
-        """Run what has been asked. An idle engine waits here, briefly when a transfer may land any moment."""
+        """Run what has been asked. An idle engine waits here; a transfer that ends wakes it, and so does the time that
+        cleaning up must not wait longer than.
+        """
         try:
             if self._engine.idle:
-                wait_s = _TRANSFER_WAIT_S if self._engine.awaits_transfer else _IDLE_WAIT_S
-                self._commands.get(timeout=wait_s)(time.monotonic())
+                self._commands.get(timeout=_IDLE_WAIT_S)(time.monotonic())
             else:
                 self._last_progress_s = time.monotonic()
             while True:
                 self._commands.get_nowait()(time.monotonic())
         except queue.Empty:
             return
+
+    def _wake(self) -> None:
+        self._commands.put(lambda now_s: None)
 
     def _dispatch(self, events: list[EngineEvent]) -> None:
         outputs: list[RequestOutput] = []

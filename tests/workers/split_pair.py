@@ -13,9 +13,10 @@ from kvmanager.ledger import LedgerUsage
 from transceiver.endpoint import Endpoint, Identity
 from transceiver.loopback import Faults, LoopbackHub, LoopbackTransport
 from transceiver.port import TransferPort
+from transceiver.records import Timing
 from transceiver.wire import Fingerprint, Pools
 from workers.aggregated import AggregatedEngine
-from workers.assembly import Models, build
+from workers.assembly import Assembly, Models, build
 from workers.config import FixedPages, KvBudget, PairSpec, WorkerConfig
 from workers.context import ContextEngine
 from workers.engine import ContextDone, Emitted, EngineEvent, Granted, Refused
@@ -97,26 +98,65 @@ class SplitPair:
         context_models: Models | None = None,
         faults: Faults | None = None,
         seed: int = 0,
+        timing: Timing | None = None,
     ) -> None:
         self.hub = LoopbackHub(seed=seed, faults=faults)
         self._ids = itertools.count()
-        context_assembly = build(context or config("context"), context_models or models, self._port)
-        generation_assembly = build(generation or config("generation"), models, self._port)
-        assert isinstance(context_assembly.engine, ContextEngine)
-        assert isinstance(generation_assembly.engine, GenerationEngine)
-        self.context = context_assembly.engine
-        self.generation = generation_assembly.engine
-        assert context_assembly.port is not None
-        context_assembly.port.connect(generation_assembly.facts.hello)
+        self._timing = timing
+        self._builds = {
+            "context": (context or config("context"), context_models or models),
+            "generation": (generation or config("generation"), models),
+        }
+        self._assemblies: dict[str, Assembly] = {}
+        self._start("context")
+        self._start("generation")
+        self._introduce()
         self.outcomes: dict[RequestId, Outcome] = {}
         self.prompts: dict[RequestId, tuple[int, ...]] = {}
         self.sampling: dict[RequestId, SamplingParams] = {}
         self.salts: dict[RequestId, str] = {}
+        self._reserved: set[RequestId] = set()  # whom the present generation worker, or context worker, knows
+        self._prefilling: set[RequestId] = set()
         self.now_s = 0.0
         self.baseline = self.usage()
 
     def _port(self, epoch: WorkerEpoch, role: str, fingerprint: Fingerprint, pools: Pools) -> TransferPort:
-        return Endpoint(Identity(epoch, role, fingerprint), pools, LoopbackTransport(self.hub, epoch, pools))
+        transport = LoopbackTransport(self.hub, epoch, pools)
+        return Endpoint(Identity(epoch, role, fingerprint), pools, transport, self._timing)
+
+    def _start(self, role: Role) -> None:
+        self._assemblies[role] = assembly = build(*self._builds[role], self._port)
+        if isinstance(assembly.engine, ContextEngine):
+            self.context = assembly.engine
+        else:
+            assert isinstance(assembly.engine, GenerationEngine)
+            self.generation = assembly.engine
+
+    def _introduce(self) -> None:
+        port = self._assemblies["context"].port
+        assert port is not None
+        port.connect(self._assemblies["generation"].facts.hello)
+
+    def restart(self, role: Role, *, told: bool) -> None:
+        """The worker dies with all it holds, and another takes its place. `told`: the survivor learns of it at once."""
+        epoch = self._assemblies[role].facts.epoch
+        self.hub.crash(epoch)
+        survivor = self._assemblies["generation" if role == "context" else "context"]
+        assert survivor.port is not None
+        if told:
+            survivor.port.disconnect(epoch)
+        self._start(role)
+        self._introduce()
+        if role == "generation":
+            for request_id in [r for r in self._reserved if not self.outcomes[r].over]:
+                self.outcomes[request_id].finish = "lost"
+                if told:
+                    self.context.cancel(request_id)
+            self._reserved.clear()
+        elif told:
+            for request_id in [r for r in self._prefilling if not self.outcomes[r].tokens]:
+                self.generation.cancel(request_id)
+        self._prefilling.clear()
 
     def usage(self) -> tuple[LedgerUsage, LedgerUsage]:
         return self.context.ledger.usage(), self.generation.ledger.usage()
@@ -135,6 +175,7 @@ class SplitPair:
         self.prompts[request_id] = tuple(prompt)
         self.sampling[request_id] = sampling
         self.salts[request_id] = salt
+        self._reserved.add(request_id)
         self.generation.reserve(
             ReserveRequest(
                 request_id=request_id,
@@ -166,6 +207,7 @@ class SplitPair:
 
     def _prefill(self, granted: Granted) -> None:
         request_id = granted.request_id
+        self._prefilling.add(request_id)
         self.outcomes[request_id].reservation = granted.reservation
         request = PrefillRequest(
             request_id=request_id,

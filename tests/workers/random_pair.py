@@ -1,0 +1,80 @@
+"""A target and a drafter of a few thousand random weights, in float64: every step is cheap and exact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drafter.checkpoint import TargetFacts, load_drafter, save_drafter, tensor_shapes
+from drafter.config import DFlashConfig
+from drafter.fingerprint import drafter_fingerprint
+from tests.workers.tiny_checkpoints import config_of, random_tensors, write_directory
+from workers.assembly import Models
+from workers.models.load import load_decoder
+from workers.pairs import ModelPair
+
+VOCAB = 11  # so few that drafts of a random drafter are accepted now and then
+
+
+def load_random_pair(directory: Path) -> Models:
+    """Write both checkpoints and load them as `workers.assembly.load_models` would."""
+    config = config_of(
+        "llama",
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=VOCAB,
+        max_position_embeddings=512,
+        eos_token_id=2,
+    )
+    target = write_directory(directory / "target", config, random_tensors(config, seed=1))
+    decoder = load_decoder(target, torch.float64)
+    draft_config = _draft_config()
+    generator = torch.Generator().manual_seed(2)
+    tensors = {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64) * 0.3 + (len(shape) == 1)
+        for name, shape in tensor_shapes(DFlashConfig.from_dict(draft_config)).items()
+    }
+    drafter_path = directory / "drafter"
+    save_drafter(drafter_path, draft_config, tensors)
+    facts = TargetFacts(
+        hidden_size=decoder.config.hidden_size,
+        vocab_size=decoder.config.vocab_size,
+        num_layers=decoder.config.num_layers,
+        embed_weight=decoder.embed_weight,
+        lm_head_weight=decoder.lm_head_weight,
+        fingerprint=decoder.fingerprint,
+    )
+    pair = ModelPair("random", target, drafter_path)
+    return Models(pair, decoder, load_drafter(drafter_path, facts), drafter_fingerprint(drafter_path))
+
+
+def _draft_config() -> dict[str, Any]:
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "layer_types": ["full_attention"],
+        "num_target_layers": 2,
+        "block_size": 4,
+        "dflash_config": {"mask_token_id": 7, "target_layer_ids": [0]},
+    }
