@@ -15,7 +15,7 @@ PROTOS := $(wildcard proto/cluster/rpc/v1/*.proto)
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help setup demo test check format lint types contracts stubs stubs-check unit parity clean
+.PHONY: help setup demo test check format lint types contracts protos stubs stubs-check unit parity clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -38,7 +38,7 @@ test: check unit  ## all checks and all tests
 unit: setup
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest
 
-check: format lint types contracts stubs-check  ## format, lint, types, import contracts, stubs
+check: format lint types contracts protos stubs-check  ## format, lint, types, import contracts, protos, stubs
 
 format: setup
 	@$(BIN)/ruff format --check --quiet . || { $(BIN)/ruff format --check .; exit 1; }
@@ -51,6 +51,11 @@ types: setup
 
 contracts: setup
 	@$(BIN)/lint-imports
+
+protos: setup
+	@$(BIN)/buf lint --config deploy/buf.yaml
+	@! git rev-parse --quiet --verify main >/dev/null 2>&1 || $(BIN)/buf breaking --config deploy/buf.yaml \
+		--against '.git#branch=main' --against-config deploy/buf.yaml
 
 define protoc
 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto \

@@ -25,6 +25,7 @@ class Assembler:
         self.tail = ""
         self.stats: RequestStats | None = None
         self.worker_done = False
+        self.failure: WorkerFailed | None = None
 
     @property
     def stop(self) -> str:
@@ -32,7 +33,10 @@ class Assembler:
         return self._text.stop or ""
 
     def feed(self, outputs: Iterable[RequestOutput]) -> AnswerChunk | None:
-        """What these outputs add to the answer; None when nothing. Raises WorkerFailed for a worker's error."""
+        """What these outputs add to the answer; None when nothing.
+
+        A worker's error becomes `failure`: what came before it in the same outputs is still part of the answer.
+        """
         token_ids: list[int] = []
         logprobs: list[TokenLogprob] = []
         text: list[str] = []
@@ -43,10 +47,14 @@ class Assembler:
                 self.worker_done = True
             if self.reason is not None:
                 continue  # computed past the end of the answer
-            taken = self._take(output, text)
-            token_ids += output.token_ids[:taken]
-            logprobs += output.logprobs[:taken]
-            self._finish(output)
+            try:
+                taken = self._take(output, text)
+                token_ids += output.token_ids[:taken]
+                logprobs += output.logprobs[:taken]
+                self._finish(output)
+            except WorkerFailed as error:
+                self.failure = error
+                break
         if not token_ids and not text:
             return None
         return AnswerChunk(tuple(token_ids), "".join(text), tuple(logprobs))

@@ -18,6 +18,7 @@ from typing import Any, Self, TypedDict, Unpack
 import grpc
 import grpc.aio
 
+from cluster.access import PLAIN, Access
 from cluster.answers import (
     AnswerEnd,
     AnswerEvent,
@@ -34,9 +35,11 @@ from cluster.rpc.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_p
 
 PromptLike = str | Sequence[int] | Sequence[tuple[str, str]] | Prompt
 
+
+# A prompt of a million token ids is 5 MB; gRPC's own limit is 4 MB.
 _OPTIONS = (
-    ("grpc.max_receive_message_length", 16 * 1024 * 1024),
-    ("grpc.max_send_message_length", 16 * 1024 * 1024),
+    ("grpc.max_receive_message_length", 32 * 1024 * 1024),
+    ("grpc.max_send_message_length", 32 * 1024 * 1024),
     ("grpc.enable_http_proxy", 0),
 )
 
@@ -62,9 +65,11 @@ class Options(TypedDict, total=False):
 class Client:
     """Blocking calls. Safe to use from several threads."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, access: Access | None = None) -> None:
+        access = access or PLAIN
         self.address = address
-        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+        self._metadata = access.metadata
+        self._channel = _channel(grpc, address, access)
         self._inference: Any = inference_pb2_grpc.InferenceStub(self._channel)
         self._admin: Any = admin_pb2_grpc.AdminStub(self._channel)
 
@@ -84,7 +89,7 @@ class Client:
     ) -> Iterator[AnswerEvent]:
         """Chunks, then one AnswerEnd. `prompt`: a text, token ids, or (role, content) messages."""
         message = _message(prompt, options)
-        call = self._inference.Generate(message, timeout=timeout_s)
+        call = self._inference.Generate(message, timeout=timeout_s, metadata=self._metadata)
         try:
             for response in call:
                 yield _event(response)
@@ -113,9 +118,21 @@ class Client:
         )
         return state
 
+    def drain(self, worker: str, timeout_s: float = 10.0) -> admin_pb2.Worker:
+        """Send this worker no new requests; the running ones finish. Raises RequestError for an unknown worker."""
+        request = admin_pb2.DrainRequest(worker=worker)
+        drained: admin_pb2.Worker = self._ask(self._admin.Drain, request, timeout_s).worker
+        return drained
+
+    def undrain(self, worker: str, timeout_s: float = 10.0) -> admin_pb2.Worker:
+        """Send it requests again."""
+        request = admin_pb2.UndrainRequest(worker=worker)
+        taken: admin_pb2.Worker = self._ask(self._admin.Undrain, request, timeout_s).worker
+        return taken
+
     def _ask(self, call: Any, message: object, timeout_s: float) -> Any:
         try:
-            return call(message, timeout=timeout_s)
+            return call(message, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             raise from_call(error) from None
 
@@ -123,9 +140,11 @@ class Client:
 class AsyncClient:
     """The same on an event loop."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, access: Access | None = None) -> None:
+        access = access or PLAIN
         self.address = address
-        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+        self._metadata = access.metadata
+        self._channel = _channel(grpc.aio, address, access)
         self._inference: Any = inference_pb2_grpc.InferenceStub(self._channel)
         self._admin: Any = admin_pb2_grpc.AdminStub(self._channel)
 
@@ -145,7 +164,7 @@ class AsyncClient:
     ) -> AsyncIterator[AnswerEvent]:
         """Chunks, then one AnswerEnd. `prompt`: a text, token ids, or (role, content) messages."""
         message = _message(prompt, options)
-        call = self._inference.Generate(message, timeout=timeout_s)
+        call = self._inference.Generate(message, timeout=timeout_s, metadata=self._metadata)
         try:
             async for response in call:
                 yield _event(response)
@@ -174,9 +193,21 @@ class AsyncClient:
         )
         return state
 
+    async def drain(self, worker: str, timeout_s: float = 10.0) -> admin_pb2.Worker:
+        """Send this worker no new requests; the running ones finish. Raises RequestError for an unknown worker."""
+        request = admin_pb2.DrainRequest(worker=worker)
+        drained: admin_pb2.Worker = (await self._ask(self._admin.Drain, request, timeout_s)).worker
+        return drained
+
+    async def undrain(self, worker: str, timeout_s: float = 10.0) -> admin_pb2.Worker:
+        """Send it requests again."""
+        request = admin_pb2.UndrainRequest(worker=worker)
+        taken: admin_pb2.Worker = (await self._ask(self._admin.Undrain, request, timeout_s)).worker
+        return taken
+
     async def _ask(self, call: Any, message: object, timeout_s: float) -> Any:
         try:
-            return await call(message, timeout=timeout_s)
+            return await call(message, timeout=timeout_s, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise from_call(error) from None
 
@@ -197,6 +228,18 @@ def as_prompt(prompt: PromptLike) -> Prompt:
             token_ids = tuple(item for item in prompt if isinstance(item, int))
             messages = tuple(item for item in prompt if isinstance(item, tuple))
             return ChatPrompt(messages) if messages else TokenPrompt(token_ids)
+
+
+def _channel(kind: Any, address: str, access: Access) -> Any:
+    """A channel of `grpc` or `grpc.aio`. Raises OSError for a TLS file that cannot be read."""
+    if access.ca_file is None:
+        return kind.insecure_channel(address, options=_OPTIONS)
+    credentials = grpc.ssl_channel_credentials(
+        access.ca_file.read_bytes(),
+        access.key_file.read_bytes() if access.key_file is not None else None,
+        access.cert_file.read_bytes() if access.cert_file is not None else None,
+    )
+    return kind.secure_channel(address, credentials, options=_OPTIONS)
 
 
 def _message(prompt: PromptLike, options: Options) -> inference_pb2.GenerateRequest:

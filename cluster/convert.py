@@ -170,7 +170,10 @@ def worker_to_proto(link: WorkerLink) -> admin_pb2.Worker:
         address=link.worker.address,
         role=_ROLES[link.worker.role],
         state=_STATES[link.state],
+        live_requests=len(link.live),
     )
+    if link.state is LinkState.READY and link.draining:
+        message.state = admin_pb2.WORKER_STATE_DRAINING
     facts, stats = link.facts, link.stats
     if facts is not None:
         message.epoch = facts.epoch

@@ -17,6 +17,7 @@ _STATES = {
     admin_pb2.WORKER_STATE_JOINING: "[yellow]joining[/]",
     admin_pb2.WORKER_STATE_READY: "[green]ready[/]",
     admin_pb2.WORKER_STATE_SUSPECT: "[red]suspect[/]",
+    admin_pb2.WORKER_STATE_DRAINING: "[blue]draining[/]",
 }
 
 

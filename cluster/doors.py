@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from cluster.access import TokenFileError
 from cluster.config import ClusterConfig, ConfigError
 from cluster.gateway import Gateway
 from cluster.http_door import HttpDoor, Operations, make_app, openai_routes
-from cluster.security import TlsFiles, TokenFile, TokenFileError
+from cluster.security import TlsFiles, TokenFile
 from cluster.service import Door
 
 

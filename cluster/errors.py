@@ -83,6 +83,13 @@ class UnknownModel(RequestError):
     reason = "UNKNOWN_MODEL"
 
 
+class UnknownWorker(RequestError):
+    """No worker of this name is known to the gateway."""
+
+    code = "NOT_FOUND"
+    reason = "UNKNOWN_WORKER"
+
+
 class ClusterFull(RequestError):
     """As many requests are live as may be; worth another try."""
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,7 @@ from cluster.errors import (
     GatewayStopping,
     NoWorkerReady,
     RequestError,
+    UnknownWorker,
     WorkerLost,
     from_worker,
 )
@@ -54,6 +56,8 @@ from workers.request import (
     SubmitRequest,
     TokenFrame,
 )
+
+_log = logging.getLogger(__name__)
 
 LAST_FIGURES_WAIT_S = 2.0
 CANCEL_TIMEOUT_S = 5.0
@@ -197,6 +201,20 @@ class Gateway:
         for live in found:
             live.cancel()
         return len(found)
+
+    async def drain(self, worker: str, draining: bool) -> WorkerLink:
+        """Send a worker no new requests, or take it back; then take its figures. Raises RequestError."""
+        link = self._membership.links.get(worker)
+        if link is None:
+            known = ", ".join(self._membership.links)
+            raise UnknownWorker(f"there is no worker {worker!r}; there are {known}", field="worker")
+        if link.facts is None:
+            raise NoWorkerReady(f"worker {worker} has not joined yet", retry_after_s=RETRY_AFTER_S)
+        if link.draining != draining:
+            link.drain(draining)
+            _log.warning("worker %s is %s", worker, "draining" if draining else "taken back")
+        await self.refresh()
+        return link
 
     async def refresh(self) -> None:
         """Take every attached worker's figures now; one that does not answer keeps its old ones."""
@@ -360,6 +378,8 @@ class Gateway:
             chunk = assembler.feed(outputs)
             if chunk is not None:
                 yield chunk
+            if assembler.failure is not None:
+                raise assembler.failure
             if assembler.reason is None and live.cancel_asked:
                 assembler.cancel()
             if assembler.reason is None and live.failure is not None:

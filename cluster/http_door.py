@@ -155,7 +155,7 @@ class HttpDoor:
         if self._server is None or self._serving is None:
             return
         self._server.config.timeout_graceful_shutdown = max(1, round(grace_s))
-        self._server.should_exit = True
+        self._server.stopping.set()
         await asyncio.wait({self._serving}, timeout=grace_s + 1.0)
         self._server.force_exit = True
         await asyncio.gather(self._serving, return_exceptions=True)
@@ -163,7 +163,18 @@ class HttpDoor:
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn without its signal handlers: the process has one place that ends it."""
+    """Uvicorn without its signal handlers (the process has one place that ends it), and idle when nothing happens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.stopping = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        while not self.stopping.is_set():
+            await self.on_tick(0)  # refreshes the date header
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self.stopping.wait()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

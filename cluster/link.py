@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from cluster.worker_client import WorkerClient, WorkerUnreachable
-from kvmanager.ids import RequestId
+from kvmanager.ids import RequestId, WorkerEpoch
 from workers.errors import WorkerRefused
 from workers.request import Role, TokenFrame, WorkerFacts, WorkerStats
 
@@ -71,9 +71,19 @@ class WorkerLink:
         self.stats_taken_s = 0.0  # on the monotonic clock
         self.trouble = ""
         self.live: set[RequestId] = set()
+        self._drained_epoch: WorkerEpoch | None = None
         self._times = times
         self._events = events
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def draining(self) -> bool:
+        """Whether an operator lets this incarnation of the worker run empty."""
+        return self.facts is not None and self.facts.epoch == self._drained_epoch
+
+    def drain(self, draining: bool) -> None:
+        """A worker without facts cannot be drained, because nobody knows which incarnation it is."""
+        self._drained_epoch = self.facts.epoch if draining and self.facts is not None else None
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"link {self.worker.name}")

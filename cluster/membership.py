@@ -99,6 +99,7 @@ def _snapshot(link: WorkerLink, facts: WorkerFacts) -> WorkerSnapshot:
         name=link.worker.name,
         role=link.worker.role,
         ready=link.state is LinkState.READY,
+        draining=link.draining,
         epoch=facts.epoch,
         live=len(link.live),
         waiting=stats.waiting if stats is not None else 0,

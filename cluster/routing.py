@@ -25,6 +25,12 @@ class WorkerSnapshot:
     live: int
     waiting: int = 0
     free_pages: int = 0
+    draining: bool = False
+
+    @property
+    def open(self) -> bool:
+        """Whether it takes new requests."""
+        return self.ready and not self.draining
 
 
 @dataclass(frozen=True)
@@ -48,9 +54,10 @@ class NoRoute(Exception):
 
 def choose_aggregated(workers: Iterable[WorkerSnapshot]) -> AggregatedRoute:
     """The least loaded aggregated worker. Raises NoRoute."""
-    ready = [worker for worker in workers if worker.ready and worker.role == "aggregated"]
+    workers = list(workers)
+    ready = [worker for worker in workers if worker.open and worker.role == "aggregated"]
     if not ready:
-        raise NoRoute("no aggregated worker is ready")
+        raise NoRoute(_missing("aggregated", workers))
     return AggregatedRoute(min(ready, key=_load).name)
 
 
@@ -62,17 +69,27 @@ def choose_split(
     `paired` holds (context epoch, generation epoch) of completed handshakes. The generation worker is chosen first,
     because it holds the request for most of its life.
     """
-    ready = [worker for worker in workers if worker.ready]
+    workers = list(workers)
+    ready = [worker for worker in workers if worker.open]
     contexts = [worker for worker in ready if worker.role == "context"]
     generations = [worker for worker in ready if worker.role == "generation"]
-    for role, found in (("context", contexts), ("generation", generations)):
+    sides: tuple[tuple[Role, list[WorkerSnapshot]], ...] = (
+        ("context", contexts),
+        ("generation", generations),
+    )
+    for role, found in sides:
         if not found:
-            raise NoRoute(f"no {role} worker is ready")
+            raise NoRoute(_missing(role, workers))
     for generation in sorted(generations, key=_load):
         partners = [context for context in contexts if (context.epoch, generation.epoch) in paired]
         if partners:
             return SplitRoute(min(partners, key=_load).name, generation.name)
     raise NoRoute("no context worker has completed its handshake with a generation worker")
+
+
+def _missing(role: Role, workers: Iterable[WorkerSnapshot]) -> str:
+    draining = sum(worker.draining for worker in workers if worker.role == role)
+    return f"no {role} worker is ready" + (f" ({draining} draining)" if draining else "")
 
 
 def _load(worker: WorkerSnapshot) -> tuple[int, int, int, str]:

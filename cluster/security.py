@@ -1,8 +1,8 @@
 """Who may speak to the doors: bearer tokens from a file, and the files of TLS.
 
-A token file holds one token per line; blank lines and lines that start with # are skipped. It is read again when it
-changed, so tokens come and go without a restart. A file that cannot be read, or holds no token at this moment, changes
-nothing: it may be in the middle of being replaced. What a refusal says depends on nothing that was sent.
+A token file (see `cluster.access`) is read again when it changed, so tokens come and go without a restart. A file that
+cannot be read, or holds no token at this moment, changes nothing: it may be in the middle of being replaced. What a
+refusal says depends on nothing that was sent.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from cluster.access import TokenFileError, read_tokens
 from cluster.errors import RequestError
 
 _log = logging.getLogger(__name__)
@@ -26,10 +27,6 @@ class Unauthenticated(RequestError):
 
     code = "UNAUTHENTICATED"
     reason = "INVALID_API_KEY"
-
-
-class TokenFileError(Exception):
-    """The token file cannot be used; the message says why."""
 
 
 class TokenFile:
@@ -79,14 +76,7 @@ def _version(path: Path) -> Version | None:
 
 
 def _read(path: Path) -> tuple[bytes, ...]:
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise TokenFileError(f"cannot read the token file {path}: {error}") from error
-    tokens = [line for line in lines if line and not line.startswith("#")]
-    if not tokens:
-        raise TokenFileError(f"the token file {path} holds no token")
-    return tuple(_digest(token) for token in tokens)
+    return tuple(_digest(token) for token in read_tokens(path))
 
 
 def _digest(token: str) -> bytes:

@@ -121,6 +121,19 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         await self._gateway.refresh()
         return admin_pb2.ListWorkersResponse(workers=[worker_to_proto(link) for link in self._gateway.links])
 
+    async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:
+        return admin_pb2.DrainResponse(worker=await self._drain(request.worker, True, context))
+
+    async def Undrain(self, request: admin_pb2.UndrainRequest, context: Context) -> admin_pb2.UndrainResponse:
+        return admin_pb2.UndrainResponse(worker=await self._drain(request.worker, False, context))
+
+    async def _drain(self, worker: str, draining: bool, context: Context) -> admin_pb2.Worker:
+        try:
+            return worker_to_proto(await self._gateway.drain(worker, draining))
+        except RequestError as error:
+            await context.abort_with_status(to_status(error))
+            raise
+
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc ships no types
     """Lets in who carries a token; health is open. Denied calls are answered before their message is even decoded."""

@@ -109,6 +109,7 @@ def _request(
         ignore_eos=body.ignore_eos,
         logprobs=logprobs,
         draft_tokens=body.draft_tokens,
+        cache_salt=body.cache_salt,
     )
 
 
@@ -145,7 +146,7 @@ def _token_prompt(entries: list[object]) -> TokenPrompt:
 
 
 def _turn(index: int, message: Message) -> tuple[str, str]:
-    field = f"messages.[{index}]"
+    field = f"messages[{index}]"
     if message.tool_calls or message.function_call is not None:
         raise UnsupportedParameter("tool calls are not supported here", field=f"{field}.tool_calls")
     match message.content:

@@ -39,7 +39,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class _Body(msgspec.Struct, frozen=True, kw_only=True):
-    """What both endpoints share. `top_k`, `ignore_eos`, `stop_token_ids` and `draft_tokens` are extensions."""
+    """What both endpoints share. Those from `top_k` on are extensions."""
 
     model: str = ""
     temperature: float = 1.0
@@ -55,6 +55,7 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     stop_token_ids: list[int] = []
     draft_tokens: int | None = None
+    cache_salt: str = ""
 
 
 class CompletionBody(_Body, frozen=True, kw_only=True):

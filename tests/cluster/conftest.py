@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
+from cluster.access import Access
 from cluster.answers import Route
 from cluster.client import AsyncClient
 from cluster.gateway import Gateway, GatewaySettings
 from cluster.http_door import HttpDoor, Operations, make_app, openai_routes
 from cluster.link import LinkTimes, WorkerAddress
-from cluster.security import TokenFile
+from cluster.security import TlsFiles, TokenFile
 from cluster.service import Door
 from cluster.worker_server import WorkerServer
 from kvmanager.ids import WorkerEpoch
@@ -33,7 +34,7 @@ class FakeCluster:
     door: Door
     client: AsyncClient
     address: str
-    http: str  # http://host:port
+    http: str  # http://host:port, when it was asked for
     hosts: dict[str, FakeHost] = field(default_factory=dict)
     servers: dict[str, WorkerServer] = field(default_factory=dict)
 
@@ -51,7 +52,11 @@ async def start_fake_cluster(
     stack: AsyncExitStack,
     hosts: Sequence[FakeHost],
     route: Route = "split",
+    *,
+    http: bool = False,
     tokens: TokenFile | None = None,
+    tls: TlsFiles | None = None,
+    access: Access | None = None,
     **settings: Any,
 ) -> FakeCluster:
     """Workers are named role-number, in order. `stack` stops everything in reverse."""
@@ -72,18 +77,23 @@ async def start_fake_cluster(
     )
     stack.push_async_callback(gateway.stop)
     await gateway.start(10.0)
-    door = Door(gateway)
+    door = Door(gateway, tokens=tokens, tls=tls)
     stack.push_async_callback(door.stop, 0.0)
     address = await door.start("127.0.0.1:0")
     await door.serving(True)
-    client = AsyncClient(address)
+    client = AsyncClient(address, access)
     stack.push_async_callback(client.close)
-    request_ids = itertools.count()
-    routes = [*openai_routes(gateway, lambda: f"http-{next(request_ids)}"), *Operations(gateway).routes()]
-    http_door = HttpDoor(make_app(routes, tokens))
-    stack.push_async_callback(http_door.stop, 0.0)
-    http = f"http://{await http_door.start('127.0.0.1:0')}"
-    return FakeCluster(gateway, door, client, address, http, dict(zip(servers, hosts, strict=True)), servers)
+    http_address = ""
+    if http:
+        scheme = "http" if tls is None else "https"
+        request_ids = itertools.count()
+        routes = [*openai_routes(gateway, lambda: f"http-{next(request_ids)}"), *Operations(gateway).routes()]
+        http_door = HttpDoor(make_app(routes, tokens), tls)
+        stack.push_async_callback(http_door.stop, 0.0)
+        http_address = f"{scheme}://{await http_door.start('127.0.0.1:0')}"
+    return FakeCluster(
+        gateway, door, client, address, http_address, dict(zip(servers, hosts, strict=True)), servers
+    )
 
 
 @pytest.fixture

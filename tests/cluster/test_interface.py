@@ -38,6 +38,14 @@ def test_the_committed_stubs_are_what_the_protos_generate(tmp_path: Path) -> Non
         assert committed.read_text() == path.read_text(), f"{committed} is out of date: run 'make stubs'"
 
 
+def test_buf_finds_no_fault_in_the_protos() -> None:
+    buf = Path(sys.executable).parent / "buf"
+    ran = subprocess.run(
+        [buf, "lint", "--config", "deploy/buf.yaml"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (ran.returncode, ran.stdout + ran.stderr) == (0, "")
+
+
 def test_proto_is_no_python_package() -> None:
     files = [path for path in (ROOT / "proto").rglob("*") if path.is_file()]
     assert files
@@ -165,6 +173,20 @@ def test_status_shows_every_worker(
         "WORKER_ROLE_CONTEXT",
         "WORKER_ROLE_GENERATION",
     ]
+
+
+def test_drain_and_undrain_say_how_far_they_are(
+    serving: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drain = ["drain", "--server", serving, "--wait", "5", "context-0"]
+    assert run(drain, capsys, monkeypatch)[:2] == (0, "context-0 is drained\n")
+    status, _, err = run(["generate", "--server", serving, "ab"], capsys, monkeypatch)
+    assert status == 1
+    assert "no context worker is ready (1 draining)" in err
+    assert "draining" in run(["status", "--server", serving], capsys, monkeypatch)[1]
+    undrain = ["undrain", "--server", serving, "context-0"]
+    assert run(undrain, capsys, monkeypatch)[:2] == (0, "context-0 takes requests\n")
+    assert run(["drain", "--server", serving, "nobody"], capsys, monkeypatch)[0] == 1
 
 
 def test_serve_refuses_a_wrong_configuration_before_it_starts_anything(

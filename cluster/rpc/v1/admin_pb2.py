@@ -24,17 +24,21 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x63luster/rpc/v1/admin.proto\x12\x0e\x63luster.rpc.v1\"\x18\n\x16GetClusterStateRequest\"\xe8\x01\n\x17GetClusterStateResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04mode\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x10\n\x08uptime_s\x18\x04 \x01(\x01\x12\x15\n\rlive_requests\x18\x05 \x01(\r\x12\x19\n\x11max_live_requests\x18\x06 \x01(\r\x12\x19\n\x11\x66inished_requests\x18\x07 \x01(\x04\x12\x17\n\x0f\x66\x61iled_requests\x18\x08 \x01(\x04\x12\'\n\x07workers\x18\t \x03(\x0b\x32\x16.cluster.rpc.v1.Worker\"\x14\n\x12ListWorkersRequest\">\n\x13ListWorkersResponse\x12\'\n\x07workers\x18\x01 \x03(\x0b\x32\x16.cluster.rpc.v1.Worker\"\x93\x06\n\x06Worker\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12(\n\x04role\x18\x03 \x01(\x0e\x32\x1a.cluster.rpc.v1.WorkerRole\x12*\n\x05state\x18\x04 \x01(\x0e\x32\x1b.cluster.rpc.v1.WorkerState\x12\r\n\x05\x65poch\x18\x05 \x01(\t\x12\r\n\x05model\x18\x06 \x01(\t\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x11\n\ttransport\x18\x08 \x01(\t\x12\x11\n\tmax_batch\x18\t \x01(\r\x12\x11\n\tpage_size\x18\n \x01(\r\x12\x0f\n\x07running\x18\x0b \x01(\r\x12\x0f\n\x07waiting\x18\x0c \x01(\r\x12\x14\n\x0cslots_in_use\x18\r \x01(\r\x12\x1a\n\x12\x64raft_slots_in_use\x18\x0e \x01(\r\x12\x1b\n\x13target_pages_in_use\x18\x0f \x01(\r\x12\x14\n\x0ctarget_pages\x18\x10 \x01(\r\x12\x1a\n\x12\x64raft_pages_in_use\x18\x11 \x01(\r\x12\x13\n\x0b\x64raft_pages\x18\x12 \x01(\r\x12\x0e\n\x06leases\x18\x13 \x01(\r\x12\x11\n\ttransfers\x18\x14 \x01(\r\x12\r\n\x05steps\x18\x15 \x01(\x04\x12\x14\n\x0c\x64\x65\x63ode_steps\x18\x16 \x01(\x04\x12\x15\n\rdecode_tokens\x18\x17 \x01(\x04\x12\x19\n\x11\x61\x63\x63\x65ptance_length\x18\x18 \x01(\x01\x12\x1e\n\x16prompt_tokens_computed\x18\x19 \x01(\x04\x12\x17\n\x0fkv_bytes_target\x18\x1a \x01(\x04\x12\x16\n\x0ekv_bytes_draft\x18\x1b \x01(\x04\x12\x16\n\x0etransfers_done\x18\x1c \x01(\x04\x12\x18\n\x10transfers_failed\x18\x1d \x01(\x04\x12\x19\n\x11requests_finished\x18\x1e \x01(\x04\x12\x1b\n\x13last_progress_age_s\x18\x1f \x01(\x01\x12\r\n\x05\x61ge_s\x18  \x01(\x01\x12\x14\n\x0c\x63\x61\x63hed_pages\x18% \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18& \x01(\x04*z\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_CONTEXT\x10\x01\x12\x1a\n\x16WORKER_ROLE_GENERATION\x10\x02\x12\x1a\n\x16WORKER_ROLE_AGGREGATED\x10\x03*w\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14WORKER_STATE_JOINING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x18\n\x14WORKER_STATE_SUSPECT\x10\x03\x32\xc3\x01\n\x05\x41\x64min\x12\x62\n\x0fGetClusterState\x12&.cluster.rpc.v1.GetClusterStateRequest\x1a\'.cluster.rpc.v1.GetClusterStateResponse\x12V\n\x0bListWorkers\x12\".cluster.rpc.v1.ListWorkersRequest\x1a#.cluster.rpc.v1.ListWorkersResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x63luster/rpc/v1/admin.proto\x12\x0e\x63luster.rpc.v1\"\x18\n\x16GetClusterStateRequest\"\xe8\x01\n\x17GetClusterStateResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04mode\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x10\n\x08uptime_s\x18\x04 \x01(\x01\x12\x15\n\rlive_requests\x18\x05 \x01(\r\x12\x19\n\x11max_live_requests\x18\x06 \x01(\r\x12\x19\n\x11\x66inished_requests\x18\x07 \x01(\x04\x12\x17\n\x0f\x66\x61iled_requests\x18\x08 \x01(\x04\x12\'\n\x07workers\x18\t \x03(\x0b\x32\x16.cluster.rpc.v1.Worker\"\x14\n\x12ListWorkersRequest\">\n\x13ListWorkersResponse\x12\'\n\x07workers\x18\x01 \x03(\x0b\x32\x16.cluster.rpc.v1.Worker\"\x1e\n\x0c\x44rainRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\"7\n\rDrainResponse\x12&\n\x06worker\x18\x01 \x01(\x0b\x32\x16.cluster.rpc.v1.Worker\" \n\x0eUndrainRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\"9\n\x0fUndrainResponse\x12&\n\x06worker\x18\x01 \x01(\x0b\x32\x16.cluster.rpc.v1.Worker\"\x8f\x07\n\x06Worker\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12(\n\x04role\x18\x03 \x01(\x0e\x32\x1a.cluster.rpc.v1.WorkerRole\x12*\n\x05state\x18\x04 \x01(\x0e\x32\x1b.cluster.rpc.v1.WorkerState\x12\r\n\x05\x65poch\x18\x05 \x01(\t\x12\r\n\x05model\x18\x06 \x01(\t\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x11\n\ttransport\x18\x08 \x01(\t\x12\x11\n\tmax_batch\x18\t \x01(\r\x12\x11\n\tpage_size\x18\n \x01(\r\x12\x0f\n\x07running\x18\x0b \x01(\r\x12\x0f\n\x07waiting\x18\x0c \x01(\r\x12\x14\n\x0cslots_in_use\x18\r \x01(\r\x12\x1a\n\x12\x64raft_slots_in_use\x18\x0e \x01(\r\x12\x1b\n\x13target_pages_in_use\x18\x0f \x01(\r\x12\x14\n\x0ctarget_pages\x18\x10 \x01(\r\x12\x1a\n\x12\x64raft_pages_in_use\x18\x11 \x01(\r\x12\x13\n\x0b\x64raft_pages\x18\x12 \x01(\r\x12\x0e\n\x06leases\x18\x13 \x01(\r\x12\x11\n\ttransfers\x18\x14 \x01(\r\x12\r\n\x05steps\x18\x15 \x01(\x04\x12\x14\n\x0c\x64\x65\x63ode_steps\x18\x16 \x01(\x04\x12\x15\n\rdecode_tokens\x18\x17 \x01(\x04\x12\x19\n\x11\x61\x63\x63\x65ptance_length\x18\x18 \x01(\x01\x12\x1e\n\x16prompt_tokens_computed\x18\x19 \x01(\x04\x12\x17\n\x0fkv_bytes_target\x18\x1a \x01(\x04\x12\x16\n\x0ekv_bytes_draft\x18\x1b \x01(\x04\x12\x16\n\x0etransfers_done\x18\x1c \x01(\x04\x12\x18\n\x10transfers_failed\x18\x1d \x01(\x04\x12\x19\n\x11requests_finished\x18\x1e \x01(\x04\x12\x1b\n\x13last_progress_age_s\x18\x1f \x01(\x01\x12\r\n\x05\x61ge_s\x18  \x01(\x01\x12\x15\n\rlive_requests\x18! \x01(\r\x12 \n\x14\x61\x63\x63\x65pted_by_position\x18\" \x03(\x04\x42\x02\x10\x01\x12\x1f\n\x13\x64rafted_by_position\x18# \x03(\x04\x42\x02\x10\x01\x12 \n\x18\x61\x63\x63\x65ptance_length_recent\x18$ \x01(\x01\x12\x14\n\x0c\x63\x61\x63hed_pages\x18% \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18& \x01(\x04*z\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_CONTEXT\x10\x01\x12\x1a\n\x16WORKER_ROLE_GENERATION\x10\x02\x12\x1a\n\x16WORKER_ROLE_AGGREGATED\x10\x03*\x92\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14WORKER_STATE_JOINING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x18\n\x14WORKER_STATE_SUSPECT\x10\x03\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x04\x32\xd5\x02\n\x05\x41\x64min\x12\x62\n\x0fGetClusterState\x12&.cluster.rpc.v1.GetClusterStateRequest\x1a\'.cluster.rpc.v1.GetClusterStateResponse\x12V\n\x0bListWorkers\x12\".cluster.rpc.v1.ListWorkersRequest\x1a#.cluster.rpc.v1.ListWorkersResponse\x12\x44\n\x05\x44rain\x12\x1c.cluster.rpc.v1.DrainRequest\x1a\x1d.cluster.rpc.v1.DrainResponse\x12J\n\x07Undrain\x12\x1e.cluster.rpc.v1.UndrainRequest\x1a\x1f.cluster.rpc.v1.UndrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'cluster.rpc.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERROLE']._serialized_start=1183
-  _globals['_WORKERROLE']._serialized_end=1305
-  _globals['_WORKERSTATE']._serialized_start=1307
-  _globals['_WORKERSTATE']._serialized_end=1426
+  _globals['_WORKER'].fields_by_name['accepted_by_position']._loaded_options = None
+  _globals['_WORKER'].fields_by_name['accepted_by_position']._serialized_options = b'\020\001'
+  _globals['_WORKER'].fields_by_name['drafted_by_position']._loaded_options = None
+  _globals['_WORKER'].fields_by_name['drafted_by_position']._serialized_options = b'\020\001'
+  _globals['_WORKERROLE']._serialized_start=1489
+  _globals['_WORKERROLE']._serialized_end=1611
+  _globals['_WORKERSTATE']._serialized_start=1614
+  _globals['_WORKERSTATE']._serialized_end=1760
   _globals['_GETCLUSTERSTATEREQUEST']._serialized_start=46
   _globals['_GETCLUSTERSTATEREQUEST']._serialized_end=70
   _globals['_GETCLUSTERSTATERESPONSE']._serialized_start=73
@@ -43,8 +47,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTWORKERSREQUEST']._serialized_end=327
   _globals['_LISTWORKERSRESPONSE']._serialized_start=329
   _globals['_LISTWORKERSRESPONSE']._serialized_end=391
-  _globals['_WORKER']._serialized_start=394
-  _globals['_WORKER']._serialized_end=1181
-  _globals['_ADMIN']._serialized_start=1429
-  _globals['_ADMIN']._serialized_end=1624
+  _globals['_DRAINREQUEST']._serialized_start=393
+  _globals['_DRAINREQUEST']._serialized_end=423
+  _globals['_DRAINRESPONSE']._serialized_start=425
+  _globals['_DRAINRESPONSE']._serialized_end=480
+  _globals['_UNDRAINREQUEST']._serialized_start=482
+  _globals['_UNDRAINREQUEST']._serialized_end=514
+  _globals['_UNDRAINRESPONSE']._serialized_start=516
+  _globals['_UNDRAINRESPONSE']._serialized_end=573
+  _globals['_WORKER']._serialized_start=576
+  _globals['_WORKER']._serialized_end=1487
+  _globals['_ADMIN']._serialized_start=1763
+  _globals['_ADMIN']._serialized_end=2104
 # @@protoc_insertion_point(module_scope)

@@ -20,6 +20,7 @@ class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER_STATE_JOINING: _ClassVar[WorkerState]
     WORKER_STATE_READY: _ClassVar[WorkerState]
     WORKER_STATE_SUSPECT: _ClassVar[WorkerState]
+    WORKER_STATE_DRAINING: _ClassVar[WorkerState]
 WORKER_ROLE_UNSPECIFIED: WorkerRole
 WORKER_ROLE_CONTEXT: WorkerRole
 WORKER_ROLE_GENERATION: WorkerRole
@@ -28,6 +29,7 @@ WORKER_STATE_UNSPECIFIED: WorkerState
 WORKER_STATE_JOINING: WorkerState
 WORKER_STATE_READY: WorkerState
 WORKER_STATE_SUSPECT: WorkerState
+WORKER_STATE_DRAINING: WorkerState
 
 class GetClusterStateRequest(_message.Message):
     __slots__ = ()
@@ -65,8 +67,32 @@ class ListWorkersResponse(_message.Message):
     workers: _containers.RepeatedCompositeFieldContainer[Worker]
     def __init__(self, workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ...) -> None: ...
 
+class DrainRequest(_message.Message):
+    __slots__ = ("worker",)
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    def __init__(self, worker: _Optional[str] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("worker",)
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    worker: Worker
+    def __init__(self, worker: _Optional[_Union[Worker, _Mapping]] = ...) -> None: ...
+
+class UndrainRequest(_message.Message):
+    __slots__ = ("worker",)
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    def __init__(self, worker: _Optional[str] = ...) -> None: ...
+
+class UndrainResponse(_message.Message):
+    __slots__ = ("worker",)
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    worker: Worker
+    def __init__(self, worker: _Optional[_Union[Worker, _Mapping]] = ...) -> None: ...
+
 class Worker(_message.Message):
-    __slots__ = ("name", "address", "role", "state", "epoch", "model", "dtype", "transport", "max_batch", "page_size", "running", "waiting", "slots_in_use", "draft_slots_in_use", "target_pages_in_use", "target_pages", "draft_pages_in_use", "draft_pages", "leases", "transfers", "steps", "decode_steps", "decode_tokens", "acceptance_length", "prompt_tokens_computed", "kv_bytes_target", "kv_bytes_draft", "transfers_done", "transfers_failed", "requests_finished", "last_progress_age_s", "age_s", "cached_pages", "cached_prompt_tokens")
+    __slots__ = ("name", "address", "role", "state", "epoch", "model", "dtype", "transport", "max_batch", "page_size", "running", "waiting", "slots_in_use", "draft_slots_in_use", "target_pages_in_use", "target_pages", "draft_pages_in_use", "draft_pages", "leases", "transfers", "steps", "decode_steps", "decode_tokens", "acceptance_length", "prompt_tokens_computed", "kv_bytes_target", "kv_bytes_draft", "transfers_done", "transfers_failed", "requests_finished", "last_progress_age_s", "age_s", "live_requests", "accepted_by_position", "drafted_by_position", "acceptance_length_recent", "cached_pages", "cached_prompt_tokens")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -99,6 +125,10 @@ class Worker(_message.Message):
     REQUESTS_FINISHED_FIELD_NUMBER: _ClassVar[int]
     LAST_PROGRESS_AGE_S_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
+    LIVE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_BY_POSITION_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_BY_POSITION_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTANCE_LENGTH_RECENT_FIELD_NUMBER: _ClassVar[int]
     CACHED_PAGES_FIELD_NUMBER: _ClassVar[int]
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     name: str
@@ -133,6 +163,10 @@ class Worker(_message.Message):
     requests_finished: int
     last_progress_age_s: float
     age_s: float
+    live_requests: int
+    accepted_by_position: _containers.RepeatedScalarFieldContainer[int]
+    drafted_by_position: _containers.RepeatedScalarFieldContainer[int]
+    acceptance_length_recent: float
     cached_pages: int
     cached_prompt_tokens: int
-    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., epoch: _Optional[str] = ..., model: _Optional[str] = ..., dtype: _Optional[str] = ..., transport: _Optional[str] = ..., max_batch: _Optional[int] = ..., page_size: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., slots_in_use: _Optional[int] = ..., draft_slots_in_use: _Optional[int] = ..., target_pages_in_use: _Optional[int] = ..., target_pages: _Optional[int] = ..., draft_pages_in_use: _Optional[int] = ..., draft_pages: _Optional[int] = ..., leases: _Optional[int] = ..., transfers: _Optional[int] = ..., steps: _Optional[int] = ..., decode_steps: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., acceptance_length: _Optional[float] = ..., prompt_tokens_computed: _Optional[int] = ..., kv_bytes_target: _Optional[int] = ..., kv_bytes_draft: _Optional[int] = ..., transfers_done: _Optional[int] = ..., transfers_failed: _Optional[int] = ..., requests_finished: _Optional[int] = ..., last_progress_age_s: _Optional[float] = ..., age_s: _Optional[float] = ..., cached_pages: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., epoch: _Optional[str] = ..., model: _Optional[str] = ..., dtype: _Optional[str] = ..., transport: _Optional[str] = ..., max_batch: _Optional[int] = ..., page_size: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., slots_in_use: _Optional[int] = ..., draft_slots_in_use: _Optional[int] = ..., target_pages_in_use: _Optional[int] = ..., target_pages: _Optional[int] = ..., draft_pages_in_use: _Optional[int] = ..., draft_pages: _Optional[int] = ..., leases: _Optional[int] = ..., transfers: _Optional[int] = ..., steps: _Optional[int] = ..., decode_steps: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., acceptance_length: _Optional[float] = ..., prompt_tokens_computed: _Optional[int] = ..., kv_bytes_target: _Optional[int] = ..., kv_bytes_draft: _Optional[int] = ..., transfers_done: _Optional[int] = ..., transfers_failed: _Optional[int] = ..., requests_finished: _Optional[int] = ..., last_progress_age_s: _Optional[float] = ..., age_s: _Optional[float] = ..., live_requests: _Optional[int] = ..., accepted_by_position: _Optional[_Iterable[int]] = ..., drafted_by_position: _Optional[_Iterable[int]] = ..., acceptance_length_recent: _Optional[float] = ..., cached_pages: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ...) -> None: ...

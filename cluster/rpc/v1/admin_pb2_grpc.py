@@ -44,6 +44,16 @@ class AdminStub(object):
                 request_serializer=cluster_dot_rpc_dot_v1_dot_admin__pb2.ListWorkersRequest.SerializeToString,
                 response_deserializer=cluster_dot_rpc_dot_v1_dot_admin__pb2.ListWorkersResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/cluster.rpc.v1.Admin/Drain',
+                request_serializer=cluster_dot_rpc_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+                response_deserializer=cluster_dot_rpc_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+                _registered_method=True)
+        self.Undrain = channel.unary_unary(
+                '/cluster.rpc.v1.Admin/Undrain',
+                request_serializer=cluster_dot_rpc_dot_v1_dot_admin__pb2.UndrainRequest.SerializeToString,
+                response_deserializer=cluster_dot_rpc_dot_v1_dot_admin__pb2.UndrainResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -62,6 +72,21 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Sends a worker no new requests; those that it runs finish. Idempotent. Ends with the worker's incarnation: what
+        takes its place is not draining. NOT_FOUND: no such worker. UNAVAILABLE: it has not joined yet.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Undrain(self, request, context):
+        """Takes it back. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -74,6 +99,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.ListWorkers,
                     request_deserializer=cluster_dot_rpc_dot_v1_dot_admin__pb2.ListWorkersRequest.FromString,
                     response_serializer=cluster_dot_rpc_dot_v1_dot_admin__pb2.ListWorkersResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=cluster_dot_rpc_dot_v1_dot_admin__pb2.DrainRequest.FromString,
+                    response_serializer=cluster_dot_rpc_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
+            'Undrain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Undrain,
+                    request_deserializer=cluster_dot_rpc_dot_v1_dot_admin__pb2.UndrainRequest.FromString,
+                    response_serializer=cluster_dot_rpc_dot_v1_dot_admin__pb2.UndrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -130,6 +165,60 @@ class Admin(object):
             '/cluster.rpc.v1.Admin/ListWorkers',
             cluster_dot_rpc_dot_v1_dot_admin__pb2.ListWorkersRequest.SerializeToString,
             cluster_dot_rpc_dot_v1_dot_admin__pb2.ListWorkersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cluster.rpc.v1.Admin/Drain',
+            cluster_dot_rpc_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+            cluster_dot_rpc_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Undrain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cluster.rpc.v1.Admin/Undrain',
+            cluster_dot_rpc_dot_v1_dot_admin__pb2.UndrainRequest.SerializeToString,
+            cluster_dot_rpc_dot_v1_dot_admin__pb2.UndrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

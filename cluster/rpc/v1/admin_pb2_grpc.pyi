@@ -34,6 +34,12 @@ class AdminStub:
     GetClusterState: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetClusterStateRequest, _admin_pb2.GetClusterStateResponse]
     """One view of the gateway and all workers."""
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListWorkersRequest, _admin_pb2.ListWorkersResponse]
+    Drain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]
+    """Sends a worker no new requests; those that it runs finish. Idempotent. Ends with the worker's incarnation: what
+    takes its place is not draining. NOT_FOUND: no such worker. UNAVAILABLE: it has not joined yet.
+    """
+    Undrain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UndrainRequest, _admin_pb2.UndrainResponse]
+    """Takes it back. Idempotent."""
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -41,6 +47,12 @@ class AdminAsyncStub(AdminStub):
     GetClusterState: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetClusterStateRequest, _admin_pb2.GetClusterStateResponse]  # type: ignore[assignment]
     """One view of the gateway and all workers."""
     ListWorkers: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListWorkersRequest, _admin_pb2.ListWorkersResponse]  # type: ignore[assignment]
+    Drain: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]  # type: ignore[assignment]
+    """Sends a worker no new requests; those that it runs finish. Idempotent. Ends with the worker's incarnation: what
+    takes its place is not draining. NOT_FOUND: no such worker. UNAVAILABLE: it has not joined yet.
+    """
+    Undrain: _aio.UnaryUnaryMultiCallable[_admin_pb2.UndrainRequest, _admin_pb2.UndrainResponse]  # type: ignore[assignment]
+    """Takes it back. Idempotent."""
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -57,5 +69,23 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ListWorkersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListWorkersResponse, _abc.Awaitable[_admin_pb2.ListWorkersResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _admin_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.DrainResponse, _abc.Awaitable[_admin_pb2.DrainResponse]]:
+        """Sends a worker no new requests; those that it runs finish. Idempotent. Ends with the worker's incarnation: what
+        takes its place is not draining. NOT_FOUND: no such worker. UNAVAILABLE: it has not joined yet.
+        """
+
+    @_abc_1.abstractmethod
+    def Undrain(
+        self,
+        request: _admin_pb2.UndrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.UndrainResponse, _abc.Awaitable[_admin_pb2.UndrainResponse]]:
+        """Takes it back. Idempotent."""
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from tests.cluster.conftest import FakeCluster, StartCluster
-from tests.cluster.fake_worker import FakeHost
+from tests.cluster.fake_worker import CACHED_TOKENS, FakeHost
 from workers.errors import EngineFailed, Overloaded
 
 CHAT: Any = [{"role": "user", "content": "abc"}]
@@ -67,7 +67,7 @@ async def test_a_completion_answers_with_text_reason_and_usage(ask: openai.Async
     assert answer.choices[0].finish_reason == "length"
     usage = answer.usage
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (3, 7, 10)
-    assert usage.prompt_tokens_details.cached_tokens == 0
+    assert usage.prompt_tokens_details.cached_tokens == CACHED_TOKENS
     assert (usage.acceptance_length, usage.decode_steps, usage.decode_tokens) == (2.0, 3, 6)
 
 
@@ -277,10 +277,10 @@ async def test_chat_parameters_are_refused_by_the_names_that_chats_have(ask: ope
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": "a" * 99}]}, "messages"),
-        ({"messages": [{"role": "user"}]}, "messages.[0].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.[0].content"),
-        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages.[0].tool_calls"),
-        ({"messages": [{"content": "a"}]}, "messages[...].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"content": "a"}]}, "messages[0].role"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
     ]
     for options, param in cases:
@@ -339,7 +339,7 @@ async def test_a_time_limit_is_a_504(ask: openai.AsyncOpenAI, cluster: FakeClust
 
 async def test_one_choice_that_fails_ends_the_others(start_cluster: StartCluster) -> None:
     host = FakeHost("aggregated", error_after=40)
-    cluster = await start_cluster(host, route="aggregated")
+    cluster = await start_cluster(host, route="aggregated", http=True)
     async with openai.AsyncOpenAI(base_url=f"{cluster.http}/v1", api_key="none", max_retries=0) as ask:
         with pytest.raises(openai.InternalServerError, match="the engine broke"):
             await ask.completions.create(model="fake", prompt="abc", n=5, max_tokens=60)
