@@ -41,7 +41,6 @@ EOS = 0
 VOCAB_SIZE = 256
 MAX_SEQ_LEN = 64
 BYTES_PER_TOKEN = 10
-CACHED_TOKENS = 1
 
 
 class ByteTokenizer:

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from tests.cluster.conftest import FakeCluster, StartCluster
-from tests.cluster.fake_worker import CACHED_TOKENS, FakeHost
+from tests.cluster.fake_worker import FakeHost
 from workers.errors import EngineFailed, Overloaded
 
 CHAT: Any = [{"role": "user", "content": "abc"}]
@@ -67,8 +67,16 @@ async def test_a_completion_answers_with_text_reason_and_usage(ask: openai.Async
     assert answer.choices[0].finish_reason == "length"
     usage = answer.usage
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (3, 7, 10)
-    assert usage.prompt_tokens_details.cached_tokens == CACHED_TOKENS
+    assert usage.prompt_tokens_details.cached_tokens == 0
     assert (usage.acceptance_length, usage.decode_steps, usage.decode_tokens) == (2.0, 3, 6)
+
+
+async def test_usage_tells_the_cached_tokens_once_per_prompt(ask: openai.AsyncOpenAI) -> None:
+    """A fake worker says that as many tokens were cached as the salt has letters."""
+    usage = (
+        await completed(ask, prompt=["ab", "cd"], n=2, max_tokens=3, extra_body={"cache_salt": "xyz"})
+    ).usage
+    assert (usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens) == (4, 6)
 
 
 async def test_a_chat_answers_with_a_message(ask: openai.AsyncOpenAI) -> None:
