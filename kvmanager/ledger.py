@@ -193,6 +193,21 @@ class KvLedger:
         for manager in self._managers:
             manager.commit(request, length)
 
+    def commit_all(self, requests: Sequence[RequestId], lengths: Sequence[int]) -> None:
+        """`commit` of all of them: what a decode step does. An error, as `commit` raises it, changes none."""
+        # What the target's manager lets pass, the drafter's does too; see `commit`.
+        self.target.can_commit(requests, lengths)
+        for manager in self._managers:
+            manager.set_lengths(requests, lengths)
+
+    def slots_of(self, requests: Sequence[RequestId]) -> list[SlotId]:
+        """`slot` of each of them, in one call."""
+        return self.target.slots_of(requests)
+
+    def lengths_of(self, requests: Sequence[RequestId]) -> list[int]:
+        """`length` of each of them, in one call. Raises UnknownRequest."""
+        return self.target.lengths_of(requests)
+
     def length(self, request: RequestId) -> int:
         """KV length of the target, equal to the draft context length. Raises UnknownRequest."""
         return self.target.length(request)

@@ -10,6 +10,7 @@ slot: a request has the same slot in both, always.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvmanager.errors import (
@@ -116,6 +117,15 @@ class KvManager:
                 raise SlotReleased(request) from None
             raise
 
+    def slots_of(self, requests: Sequence[RequestId]) -> list[SlotId]:
+        """`slot` of each of them, in one call."""
+        try:
+            return self.slots.slots_of(requests)
+        except UnknownRequest:
+            return [
+                self.slot(request) for request in requests
+            ]  # raises what is true of the first without one
+
     def pages(self, request: RequestId) -> tuple[PageId, ...]:
         """The request's pages in position order, with or without a slot."""
         return self._of(request).pages
@@ -131,6 +141,28 @@ class KvManager:
             raise CommitRefused(request, length, held.length, held.capacity)
         self.slot(request)
         held.length = length
+
+    def lengths_of(self, requests: Sequence[RequestId]) -> list[int]:
+        """`length` of each of them, in one call."""
+        held = self._held
+        try:
+            return [held[request].length for request in requests]
+        except KeyError as missing:
+            raise UnknownRequest(missing.args[0]) from None
+
+    def can_commit(self, requests: Sequence[RequestId], lengths: Sequence[int]) -> None:
+        """Raise what committing any of them would raise, and change nothing."""
+        for request, length in zip(requests, lengths, strict=True):
+            held = self._of(request)
+            if not held.length <= length <= held.capacity:
+                raise CommitRefused(request, length, held.length, held.capacity)
+        self.slots_of(requests)
+
+    def set_lengths(self, requests: Sequence[RequestId], lengths: Sequence[int]) -> None:
+        """Lengths that `can_commit` let pass, here or in the manager that this one mirrors."""
+        held = self._held
+        for request, length in zip(requests, lengths, strict=True):
+            held[request].length = length
 
     def lease(self, request: RequestId, transfer: TransferId) -> None:
         """Make the transfer a further owner of all pages of the request."""

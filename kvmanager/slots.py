@@ -101,6 +101,14 @@ class SlotTable:
             raise DummySlotError(request)
         return slot
 
+    def slots_of(self, requests: Sequence[RequestId]) -> list[SlotId]:
+        """`slot` of each of them: what a decode step asks, in one call."""
+        slots = self._slot
+        try:
+            return [slots[request] for request in requests]
+        except KeyError as missing:
+            raise UnknownRequest(missing.args[0]) from None
+
     def release_index_slot(self, request: RequestId) -> bool:
         """Free the request's slot; False when it has none (released before, or a stranger)."""
         slot = self._slot.get(request)

@@ -6,6 +6,8 @@ thing; a drafter's layer is found behind the target's layers of the same page.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvmanager.ids import RequestId, SlotId
 from kvmanager.layout import KvGeometry, require_unifiable
 from kvmanager.manager import TargetKvManager
@@ -31,6 +33,10 @@ class UnifiedDraftKv:
     def slot(self, request: RequestId) -> SlotId:
         """See `KvManager.slot`."""
         return self._target.slot(request)
+
+    def slots_of(self, requests: Sequence[RequestId]) -> list[SlotId]:
+        """See `KvManager.slots_of`."""
+        return self._target.slots_of(requests)
 
     def length(self, request: RequestId) -> int:
         """See `KvManager.length`."""

@@ -69,7 +69,8 @@ class DecodeLoop:
 
     def _step_group(self, group: list[Sequence]) -> list[RequestOutput]:
         num_draft = self._num_draft(group)
-        starts = [self._ledger.length(s.request_id) for s in group]
+        ids = [s.request_id for s in group]
+        starts = self._ledger.lengths_of(ids)
         began_s = self._clock()
         drafts_BK = self._draft(group, starts, num_draft)
         drafted_s = self._clock()
@@ -84,16 +85,18 @@ class DecodeLoop:
         targets = targets_BW.tolist()
         verified_s = self._clock()
         outputs = []
+        lengths = []
         for row, (sequence, start, accepted) in enumerate(zip(group, starts, accepted_B, strict=True)):
             kept = sequence.take(targets[row][: accepted + 1])
             tokens = targets[row][:kept]
-            self._ledger.commit(sequence.request_id, start + kept)
+            lengths.append(start + kept)
             sequence.count_step(kept, num_draft, accepted)
             self.decode_steps += 1
             self.decode_tokens += kept
             if sequence.drafting:
                 self._policy.observe_acceptance(sequence.request_id, num_draft, accepted)
             outputs.append(sequence.report(tokens, self._logprobs(sequence, logits_BWV[row, :kept], tokens)))
+        self._ledger.commit_all(ids, lengths)
         if group[0].drafting:
             self._policy.observe_cost(len(group), num_draft, drafted_s - began_s, verified_s - drafted_s)
         return outputs

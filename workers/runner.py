@@ -72,7 +72,7 @@ class ModelRunner:
         if drafter is None or attention is None:
             raise ValueError("this worker has no drafter")
         block = drafter.block_size
-        starts = [self._ledger.length(s.request_id) for s in sequences]
+        starts = self._ledger.lengths_of([s.request_id for s in sequences])
         plan = self._draft_plan(sequences, [block] * len(sequences), [start + block for start in starts])
         anchors_B = self._tokens([s.last_token for s in sequences])
         return drafter.propose(anchors_B, self._spans(starts, block), num_draft, attention, plan)
@@ -80,7 +80,7 @@ class ModelRunner:
     def verify(self, sequences: Items[Sequence], drafts_BK: Tensor) -> Tensor:
         """Target logits [B, K+1, V] behind each request's newest token and its K draft tokens (K may be 0)."""
         width = drafts_BK.shape[1] + 1
-        starts = [self._ledger.length(s.request_id) for s in sequences]
+        starts = self._ledger.lengths_of([s.request_id for s in sequences])
         anchors_B1 = self._tokens([s.last_token for s in sequences]).unsqueeze(1)
         tokens_T = torch.cat([anchors_B1, drafts_BK], dim=1).flatten()
         hidden_TH = self._forward(
@@ -105,7 +105,7 @@ class ModelRunner:
         drafter, attention = self._drafter, self._draft_attention
         taps = drafter.tap_layer_ids if drafter is not None and drafting else ()
         rows = self._rows(
-            self._ledger.target.page_table, [self._ledger.slot(s.request_id) for s in sequences]
+            self._ledger.target.page_table, self._ledger.slots_of([s.request_id for s in sequences])
         )
         plan = self._target_attention.plan(rows, q_lens, kv_lens, causal=True)
         output = self._decoder.forward(tokens_T, positions_T, self._target_attention, plan, taps)
@@ -118,7 +118,7 @@ class ModelRunner:
         draft = self._ledger.draft
         if draft is None or self._draft_attention is None:
             raise ValueError("this worker has no drafter")
-        slots = [draft.slot(s.request_id) for s in sequences]
+        slots = draft.slots_of([s.request_id for s in sequences])
         if self.fault is Fault.DUMMY_SLOT:
             slots = [self._ledger.dummy_slot] * len(sequences)
         lens = [length - s.draft_origin for s, length in zip(sequences, kv_lens, strict=True)]
