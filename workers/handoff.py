@@ -39,6 +39,7 @@ def bytes_apart(
     """
     if ledger.draft is None or ledger.draft_kv != "unified":
         return bytes_target, bytes_draft
-    target, draft = ledger.target.geometry.page_bytes, ledger.draft.geometry.page_bytes
-    num_pages = bytes_target // (target + draft)
-    return num_pages * target, num_pages * draft if draft_shipped else 0
+    # Per token, because the pages that were written may be of another size than ours.
+    target, draft = ledger.target.geometry.bytes_per_token, ledger.draft.geometry.bytes_per_token
+    share = bytes_target * draft // (target + draft)
+    return bytes_target - share, share if draft_shipped else 0

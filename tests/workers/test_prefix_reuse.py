@@ -285,6 +285,38 @@ def test_shipping_starts_where_both_sides_have_a_page_edge(
     same(outcome, golden_of(models, prompt))
 
 
+@pytest.mark.parametrize("draft_kv", ["mirrored", "unified"])
+@pytest.mark.parametrize(("context_page", "generation_page"), [(32, 16), (16, 32)])
+def test_workers_with_pages_of_different_sizes_share_prefixes_and_count_the_same_bytes(
+    models: Models,
+    prompts: list[list[int]],
+    context_page: int,
+    generation_page: int,
+    draft_kv: DraftKv,
+) -> None:
+    pair = SplitPair(
+        models,
+        context=config("context", page_size=context_page, draft_kv=draft_kv),
+        generation=config("generation", page_size=generation_page, draft_kv=draft_kv),
+    )
+    first = long_prompt(prompts)[:120]
+    same(ask(pair, first, position_multiple=context_page), golden_of(models, first))
+    second = begins_alike(first, 90, 121)
+    outcome = ask(pair, second, position_multiple=context_page)
+    same(outcome, golden_of(models, second))
+    assert outcome.reservation is not None
+    assert outcome.reservation.first_position == 64
+    assert stats_of(outcome).cached_prompt_tokens == 90 // context_page * context_page
+    ledger = pair.generation.ledger
+    assert ledger.draft is not None
+    shipped = -(-(121 - 64) // generation_page)
+    assert stats_of(outcome).kv_bytes_target == shipped * ledger.target.geometry.page_bytes
+    assert stats_of(outcome).kv_bytes_draft == shipped * ledger.draft.geometry.page_bytes
+    sent, landed = pair.context.counters, pair.generation.counters
+    assert (sent.kv_bytes_target, sent.kv_bytes_draft) == (landed.kv_bytes_target, landed.kv_bytes_draft)
+    assert pair.usage() == pair.baseline
+
+
 def test_a_reservation_that_starts_inside_a_page_is_refused(models: Models, prompts: list[list[int]]) -> None:
     pair = SplitPair(models, context=config("context", chunk=64))
     prompt = long_prompt(prompts)[:120]
