@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 import time
+import uuid
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
@@ -13,7 +17,7 @@ from transceiver.port import ReceiveSpec, SendSpec, TransferEvent
 from transceiver.pump import Pump, nixl_port
 from transceiver.records import Timing
 
-TIMING = Timing(grace_s=0.3)
+TIMING = Timing(lease_s=1.2, heartbeat_s=0.2, grace_s=0.3)
 NUM_PAGES = 64
 
 
@@ -41,7 +45,7 @@ def wait_for(port: Pump, timeout_s: float = 10.0) -> TransferEvent:
 
 def serve(conn: Connection, name: str, fill_seed: int | None) -> None:
     """Answer ("hello",), ("connect", bytes), ("expect" | "open", spec), ("push", t, n), ("finish", t, handoff),
-    ("wait",) → event, ("pages", pool, ids) → bytes, ("close",).
+    ("wait",) → event, ("pages", pool, ids) → bytes, ("fill", byte), ("check",), ("close",).
     """
     worker = start(name, fill_seed)
     port = worker.port
@@ -65,6 +69,11 @@ def serve(conn: Connection, name: str, fill_seed: int | None) -> None:
                 answer = wait_for(port)
             case "pages", [str(pool), list(ids)]:
                 answer = getattr(worker.memory, pool)[ids].tobytes()
+            case "fill", [int(byte)]:
+                worker.memory.target[:] = worker.memory.draft[:] = byte
+            case "check", []:
+                port.check()
+                answer = port.stats()
             case "close", []:
                 port.check()
                 port.close()
@@ -73,3 +82,44 @@ def serve(conn: Connection, name: str, fill_seed: int | None) -> None:
             case _:
                 raise ValueError(f"unknown command {command}")
         conn.send(answer)
+
+
+class Peer:
+    """A worker in another process, told what to do over a pipe."""
+
+    def __init__(self, fill_seed: int | None = None) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self.epoch = WorkerEpoch(uuid.uuid4().hex)
+        self._conn, theirs = spawn.Pipe()
+        self.process = spawn.Process(target=serve, args=(theirs, self.epoch, fill_seed), daemon=True)
+        self.process.start()
+
+    def tell(self, *command: object) -> None:
+        self._conn.send(command)
+
+    def hear(self) -> object:
+        assert self._conn.poll(20), "no answer"
+        return self._conn.recv()
+
+    def ask(self, *command: object) -> object:
+        self.tell(*command)
+        return self.hear()
+
+    def hello(self) -> bytes:
+        packed = self.ask("hello")
+        assert isinstance(packed, bytes)
+        return packed
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.process.join()
+
+    def close(self) -> None:
+        if self.process.is_alive():
+            self.ask("close")
+            self.process.join(10)
+            assert self.process.exitcode == 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import signal
 import time
 import uuid
@@ -14,7 +12,7 @@ import pytest
 
 from kvmanager.ids import PageId, TransferId, WorkerEpoch
 from tests.transceiver import nixl_peer
-from tests.transceiver.nixl_peer import NixlWorker, wait_for
+from tests.transceiver.nixl_peer import NixlWorker, Peer, wait_for
 from tests.transceiver.small_worker import DRAFT, TARGET, handoff
 from transceiver import selftest
 from transceiver.errors import SelfTestFailed, TransportError, UnknownPeer
@@ -33,49 +31,6 @@ DESTINATION = Pages(
     tuple(map(PageId, [11, 10, 9, 31, 32, 33, 34, 35, 36, 37, 38])),
 )
 TARGET_BYTES, DRAFT_BYTES = 11 * TARGET.page_bytes, 11 * DRAFT.page_bytes
-
-
-class Peer:
-    """A worker in another process, told what to do over a pipe."""
-
-    def __init__(self, fill_seed: int | None = None) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self.epoch = WorkerEpoch(uuid.uuid4().hex)
-        self._conn, theirs = spawn.Pipe()
-        self.process = spawn.Process(
-            target=nixl_peer.serve, args=(theirs, self.epoch, fill_seed), daemon=True
-        )
-        self.process.start()
-
-    def tell(self, *command: object) -> None:
-        self._conn.send(command)
-
-    def hear(self) -> object:
-        assert self._conn.poll(20), "no answer"
-        return self._conn.recv()
-
-    def ask(self, *command: object) -> object:
-        self.tell(*command)
-        return self.hear()
-
-    def hello(self) -> bytes:
-        packed = self.ask("hello")
-        assert isinstance(packed, bytes)
-        return packed
-
-    def signal(self, number: signal.Signals) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, number)
-
-    def kill(self) -> None:
-        self.signal(signal.SIGKILL)
-        self.process.join()
-
-    def close(self) -> None:
-        if self.process.is_alive():
-            self.ask("close")
-            self.process.join(10)
-            assert self.process.exitcode == 0
 
 
 @pytest.fixture
