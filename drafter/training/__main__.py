@@ -37,9 +37,11 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     plan = _adjusted(toy(plan) if options.toy else plan, options)
     out: Path = options.out
-    target_path = out / "target" if plan.target_recipe is not None else resolve_pair(options.pair).target_path
+    target_path: Path | None = options.target
+    if target_path is None:
+        target_path = out / "target" if plan.target_recipe else resolve_pair(options.pair).target_path
     with process(device) as here:
-        run = stages.Run(plan=plan, out=out, target_path=options.target or target_path, prompts=options.prompts)
+        run = stages.Run(plan=plan, out=out, target_path=target_path, prompts=options.prompts)
         here.say(f"{plan.pair}: {', '.join(wanted)} on {here.world} x {_device_name(device)}")
         if device == "cpu" and plan.target_recipe is not None and "data" in wanted and not options.toy:
             here.say("no GPU: target and drafter take about 90 minutes on 2 cores")

@@ -1,8 +1,4 @@
-"""From prompts to a corpus: the target answers, and what it said is trimmed and packed.
-
-User turns for chat are invented by the target itself: given the chat template up to the place where the user speaks, it
-goes on as a user would.
-"""
+"""From prompts to a corpus: the target invents user turns, answers prompts, and what it said is trimmed and packed."""
 
 from __future__ import annotations
 
@@ -13,48 +9,25 @@ from random import Random
 import numpy as np
 
 from drafter.training.corpus import Corpus
-from drafter.training.prompts import HeldOut
 from drafter.training.teacher import Answer, Sampling, Teacher
-from workers.tokenizer import Tokenizer
 
-_PLACEHOLDER = "PLACE OF THE PROMPT"
 _LOOP_PERIODS = 48
 _LOOP_KEPT = 64  # tokens of a loop that stay: enough to learn to continue one
 
 
-class ChatFrame:
-    """The chat template around one user message, split once so that framing a prompt costs one encode."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        text = tokenizer.render_chat([{"role": "user", "content": _PLACEHOLDER}])
-        self._before, self._after = text.split(_PLACEHOLDER)
-
-    def prompt_ids(self, text: str) -> list[int]:
-        """Token ids of the framed message."""
-        return self._tokenizer.encode(self._before + text + self._after, add_special_tokens=False)
-
-    def opening_ids(self) -> list[int]:
-        """Token ids up to where the user speaks."""
-        return self._tokenizer.encode(self._before, add_special_tokens=False)
-
-
 def invent_user_turns(
-    teacher: Teacher, tokenizer: Tokenizer, frame: ChatFrame, count: int, held_out: HeldOut, *, max_tokens: int = 160
-) -> Iterator[str]:
-    """About `count` user turns, sampled at temperature 1 with min-p 0.02; turns that did not end are left out."""
-    seen: set[str] = set()
-    opening = frame.opening_ids()
+    teacher: Teacher, opening: list[int], count: int, *, max_tokens: int
+) -> Iterator[list[list[int]]]:
+    """About `count` user turns in batches, token ids with their end token where they came to an end.
+
+    Given the chat template up to the place where the user speaks, the target goes on as a user would; sampled at
+    temperature 1 with min-p 0.02.
+    """
+    sampling = Sampling(num_sampled=teacher.max_rows, temperature=1.0, min_p=0.02)
     for begin in range(0, count, teacher.max_rows):
         rows = min(teacher.max_rows, count - begin)
-        sampling = Sampling(num_sampled=teacher.max_rows, temperature=1.0, min_p=0.02)
         answers = teacher.answer([opening] * rows, max_new_tokens=max_tokens, sampling=sampling, finish_share=0.97)
-        for answer in answers:
-            *turn, last = answer.token_ids[answer.prompt_length :] or [0]
-            text = tokenizer.decode(turn).strip()
-            if last in tokenizer.eos_token_ids and len(text) >= 8 and text not in seen and not held_out.touches(text):
-                seen.add(text)
-                yield text
+        yield [answer.token_ids[answer.prompt_length :] for answer in answers]
 
 
 def answer_all(

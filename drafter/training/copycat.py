@@ -1,9 +1,10 @@
-"""The tiny target: a byte-level model that answers a prompt by quoting it, over and over.
+"""The tiny target: a byte-level model that answers with the end of its prompt, over and over.
 
-It exists for tests. What it says depends on every byte of the prompt and on nothing else, so a drafter that cannot see the
-prompt drafts badly, and a test that compares acceptance lengths has teeth. Life: the tokenizer is written down, texts are
-drawn from the prompt generators and from noise, the model is trained on [user] text [assistant] text \\n text \\n ..., and all
-is saved as a Hugging Face directory.
+It exists for tests. Each token of an answer is the token 128 positions before it (a line feed where that is no byte), so the
+first 128 come from the prompt and from nowhere else: a drafter that cannot see the prompt drafts badly, and a test that
+compares acceptance lengths has teeth. The chat template repeats a short message until it is long enough. Life: texts are
+drawn from the prompt generators and from noise, the model is trained to echo them, and all is saved as a Hugging Face
+directory.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ from drafter.training.paragraphs import long_paragraph, paragraph
 from drafter.training.questions import question
 from drafter.training.word_problems import word_problem
 
+DELAY = 128  # positions; also written out in the chat template
 END, USER, ASSISTANT, MASK = 256, 257, 258, 259
 SPECIAL_TOKENS = {"<|end|>": END, "<|user|>": USER, "<|assistant|>": ASSISTANT, "<|mask|>": MASK}
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}<|assistant|>{{ message['content'] }}<|end|>"
-    "{% else %}<|user|>{{ message['content'] }}{% endif %}"
+    "{% else %}<|user|>"
+    "{{ (message['content'] ~ ' ') * (128 // (message['content'] | length + 1) + 1) }}"
+    "{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
@@ -44,7 +48,7 @@ SHAPE = LlamaShape(
     num_heads=4,
     num_kv_heads=2,
     head_dim=32,
-    rope_theta=10000.0,
+    rope_theta=1000.0,
     rms_norm_eps=1e-5,
     max_positions=4096,
 )
@@ -54,10 +58,10 @@ SHAPE = LlamaShape(
 class CopyRecipe:
     """How to train the tiny target."""
 
-    steps: int = 4000
-    positions: int = 16384  # positions a step, padding included
-    longest_text: int = 900  # bytes
-    longest_answer: int = 400
+    steps: int = 1500
+    positions: int = 8192  # positions a step, padding included
+    longest_text: int = 600  # bytes
+    longest_answer: int = 200
     learning_rate: float = 2e-3
     warmup_steps: int = 100
     seed: int = 1
@@ -65,13 +69,16 @@ class CopyRecipe:
 
 def encode_prompt(text: str) -> list[int]:
     """Token ids of one user message behind the chat template."""
-    return [USER, *text.encode(), ASSISTANT]
+    return [USER, *((text + " ") * (DELAY // (len(text) + 1) + 1)).encode(), ASSISTANT]
 
 
-def answer_to(text: str, num_tokens: int) -> list[int]:
-    """What the model is taught to say: the text and a line feed, in turn, cut to `num_tokens`."""
-    cycle = [*text.encode(), 10]
-    return (cycle * (num_tokens // len(cycle) + 1))[:num_tokens]
+def answer_to(prompt_ids: list[int], num_tokens: int) -> list[int]:
+    """What the model is taught to say: always the token `DELAY` positions before, a line feed for a special token."""
+    ids = list(prompt_ids)
+    for _ in range(num_tokens):
+        source = ids[-DELAY]
+        ids.append(source if source < END else 10)
+    return ids[len(prompt_ids) :]
 
 
 def any_text(rng: Random, longest: int) -> str:
@@ -91,21 +98,15 @@ def any_text(rng: Random, longest: int) -> str:
     return text.encode()[: rng.randint(1, longest)].decode(errors="ignore") or "x"
 
 
-def copy_batch(rng: Random, recipe: CopyRecipe, progress: float) -> tuple[Tensor, Tensor]:
-    """Tokens [B, S] and a mask of the answer's tokens; texts grow longer over the first half of training."""
-    longest = round(32 + (recipe.longest_text - 32) * min(1.0, 2.0 * progress) * rng.random())
-    texts = [any_text(rng, longest)]
-    width = 0
+def copy_batch(rng: Random, recipe: CopyRecipe) -> tuple[Tensor, Tensor]:
+    """Tokens [B, S] and a mask of the answer's tokens."""
+    longest = rng.choice((DELAY, recipe.longest_text // 2, recipe.longest_text))
     rows: list[tuple[list[int], int]] = []
-    while True:
-        prompt = encode_prompt(texts[-1])
-        answer = answer_to(texts[-1], rng.randint(32, min(recipe.longest_answer, 32 + 2 * longest)))
-        width = max(width, len(prompt) + len(answer))
-        if rows and width * (len(rows) + 1) > recipe.positions:
-            break
-        rows.append((prompt + answer, len(prompt)))
-        texts.append(any_text(rng, longest))
-    width = max(len(ids) for ids, _ in rows)
+    width = 0
+    while not rows or width * (len(rows) + 1) <= recipe.positions:
+        prompt = encode_prompt(any_text(rng, longest))
+        rows.append((prompt + answer_to(prompt, rng.randint(16, recipe.longest_answer)), len(prompt)))
+        width = max(width, len(rows[-1][0]))
     tokens = torch.zeros((len(rows), width), dtype=torch.long)
     in_answer = torch.zeros((len(rows), width), dtype=torch.bool)
     for i, (ids, prompt_length) in enumerate(rows):
@@ -133,7 +134,7 @@ def train_copycat(recipe: CopyRecipe, device: torch.device, report: Callable[[Pr
         rate = min(1.0, step / recipe.warmup_steps) * (0.02 + 0.98 * 0.5 * (1.0 + math.cos(math.pi * progress)))
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * rate
-        tokens, in_answer = (part.to(device) for part in copy_batch(rng, recipe, progress))
+        tokens, in_answer = (part.to(device) for part in copy_batch(rng, recipe))
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
             logits = model(tokens[:, :-1]) @ model.embedding_VH.T
         loss = F.cross_entropy(logits[in_answer[:, 1:]].float(), tokens[:, 1:][in_answer[:, 1:]])

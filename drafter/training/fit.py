@@ -21,6 +21,7 @@ from drafter.training.corpus import Batch, Corpus
 from drafter.training.llama import Llama
 from drafter.training.network import DraftNetwork, weighted_cross_entropy
 
+_REPORT_EVERY = 50  # steps
 _TALK_EVERY = 20  # steps between agreeing on the time among processes
 
 
@@ -38,6 +39,7 @@ class Recipe:
     clip: float = 1.0
     seed: int = 1
     max_seconds: float = math.inf
+    compiled: bool = False  # by torch.compile, on a GPU; worth its minute in a long run
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,9 @@ def fit(
         weight_decay=recipe.weight_decay,
         fused=device.type == "cuda",
     )
+    if recipe.compiled and device.type == "cuda":  # one compilation for all layers of a kind; the first steps wait for it
+        for layer in (*network.layers, *target.layers):
+            layer.compile(dynamic=True)
     began = time.monotonic()
     clock, step = 0.0, 0
     losses: list[Tensor] = []
@@ -84,7 +89,7 @@ def fit(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.detach())
-        if len(losses) == 100 or step == recipe.steps:
+        if len(losses) == _REPORT_EVERY or step == recipe.steps:
             report(Progress(step, recipe.steps, float(torch.stack(losses).mean()), time.monotonic() - began))
             losses = []
     return step

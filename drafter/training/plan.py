@@ -24,6 +24,7 @@ class Plan:
     sampled_share: float
     recipe: Recipe
     eval_tokens: int
+    turn_tokens: int = 160  # the longest user turn that the target may invent
     target_recipe: CopyRecipe | None = None  # only where the target is trained too
     seed: int = 1
 
@@ -31,11 +32,11 @@ class Plan:
 SMOLLM2 = Plan(
     pair="smollm2",
     sequences={
-        "chat": 220_000,
-        "questions": 80_000,
-        "word_problems": 60_000,
-        "paragraphs": 90_000,
-        "long_paragraphs": 20_000,
+        "chat": 110_000,
+        "questions": 36_000,
+        "word_problems": 32_000,
+        "paragraphs": 40_000,
+        "long_paragraphs": 10_000,
     },
     num_layers=4,
     block_size=8,
@@ -45,22 +46,22 @@ SMOLLM2 = Plan(
     capacity=768,
     max_new_tokens=320,
     sampled_share=0.3,
-    recipe=Recipe(steps=12_000, positions=16_384, anchor_share=0.3, learning_rate=1.2e-3, warmup_steps=300),
+    recipe=Recipe(steps=12_000, positions=16_384, anchor_share=0.3, learning_rate=1.5e-3, warmup_steps=300, compiled=True),
     eval_tokens=320,
 )
 
 TINY = Plan(
     pair="tiny",
-    sequences={"copying": 24_000},
+    sequences={"copying": 8_000},
     num_layers=2,
     block_size=8,
     tap_layer_ids=(0, 1, 2),
     mask_token_id=MASK,
-    rows=2048,
-    capacity=1152,
-    max_new_tokens=192,
+    rows=256,
+    capacity=832,
+    max_new_tokens=128,
     sampled_share=0.0,
-    recipe=Recipe(steps=4_000, positions=8_192, anchor_share=0.15, learning_rate=2e-3),
+    recipe=Recipe(steps=85, positions=4_096, anchor_share=0.15, learning_rate=2e-3, warmup_steps=30),
     eval_tokens=64,
     target_recipe=CopyRecipe(),
 )
@@ -72,11 +73,12 @@ def toy(plan: Plan) -> Plan:
     """The same stages at a size that a CPU finishes in a minute or two; the result is of no use."""
     return replace(
         plan,
-        sequences={family: 6 for family in plan.sequences},
-        rows=16,
+        sequences=dict.fromkeys(plan.sequences, 4),
+        rows=12,
         capacity=320,
-        max_new_tokens=24,
-        recipe=replace(plan.recipe, steps=8, positions=512, warmup_steps=2),
+        max_new_tokens=16,
+        turn_tokens=12,
+        recipe=replace(plan.recipe, steps=4, positions=512, warmup_steps=2),
         eval_tokens=8,
-        target_recipe=CopyRecipe(steps=8, positions=512, longest_text=60, longest_answer=40),
+        target_recipe=plan.target_recipe and CopyRecipe(steps=8, positions=512, longest_text=60, longest_answer=40),
     )

@@ -43,7 +43,9 @@ def _attention(num_layers: int) -> TorchPagedAttention:
     return TorchPagedAttention(KvStorage(geometry, _PAGES, torch.float32, torch.device("cpu")))
 
 
-def test_hidden_states_taps_and_proposals_equal_the_serving_engines(target_path: Path, tmp_path: Path) -> None:
+def test_hidden_states_taps_and_proposals_equal_the_serving_engines(
+    target_path: Path, tmp_path: Path
+) -> None:
     model, fingerprint = load_target(target_path, torch.float32, torch.device("cpu"))
     config = drafter_config(
         SHAPE,
