@@ -14,7 +14,7 @@ from collections import deque
 from kvmanager.errors import PoolExhausted, SlotsExhausted
 from kvmanager.ids import RequestId
 from kvmanager.ledger import KvLedger
-from workers.admission import check_lengths, check_prompt, check_sampling
+from workers.admission import check_lengths, check_new, check_prompt, check_sampling
 from workers.decode import DecodeLoop
 from workers.engine import Emitted, EngineCounters, EngineEvent
 from workers.errors import Overloaded
@@ -47,6 +47,8 @@ class AggregatedEngine:
 
     def submit(self, request: SubmitRequest) -> None:
         """Queue a request. Raises InvalidRequest or Overloaded; nothing is kept then."""
+        live = [*self._waiting, *self._prefilling, *self._decoding]
+        check_new(request.request_id, [sequence.request_id for sequence in live])
         check_prompt(request.prompt_token_ids, self._limits.vocab_size)
         check_sampling(request.sampling)
         num_prompt_tokens = len(request.prompt_token_ids)
@@ -125,6 +127,8 @@ class AggregatedEngine:
         """First come, first served: a request that does not fit yet holds back those behind it, so none starves."""
         while self._waiting:
             sequence = self._waiting[0]
+            if self._reuse.worth_waiting(sequence, self._prefilling):
+                return
             try:
                 self.ledger.reserve(
                     sequence.request_id,

@@ -19,7 +19,7 @@ from kvmanager.ids import RequestId, TransferId
 from kvmanager.ledger import KvLedger
 from transceiver.errors import TransceiverError, UnknownPeer
 from transceiver.port import Broke, Delivered, Landed, Pages, SendSpec, TransferPort
-from workers.admission import check_pool, check_prompt, check_sampling
+from workers.admission import check_new, check_pool, check_prompt, check_sampling
 from workers.decode import DecodeLoop
 from workers.engine import ContextDone, EngineCounters, EngineEvent, Refused
 from workers.errors import (
@@ -82,6 +82,8 @@ class ContextEngine:
 
     def prefill(self, request: PrefillRequest, now_s: float) -> None:
         """Queue a prompt. Raises InvalidRequest or Overloaded; nothing is kept then."""
+        jobs = [*self._waiting, *self._transfers.values()]
+        check_new(request.request_id, [job.request.request_id for job in jobs if not job.ended])
         check_prompt(request.prompt_token_ids, self._limits.vocab_size)
         check_sampling(request.sampling)
         num_tokens = len(request.prompt_token_ids)
@@ -185,6 +187,8 @@ class ContextEngine:
         while self._waiting:
             job = self._waiting[0]
             request = job.request
+            if self._reuse.worth_waiting(job.sequence, (ahead.sequence for ahead in self._prefilling)):
+                return
             try:
                 self.ledger.reserve(
                     request.request_id, job.sequence.num_prompt_tokens, self._reuse.prefix(job.sequence)

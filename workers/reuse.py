@@ -8,6 +8,8 @@ those of its answer too, so that the next turn of a conversation finds both.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from kvmanager.ids import PageKey
 from kvmanager.ledger import KvLedger
 from kvmanager.prefix import shareable
@@ -39,6 +41,20 @@ class PrefixReuse:
         while hits * page_size % position_multiple:
             hits -= 1
         return keys[:hits]
+
+    def worth_waiting(self, sequence: Sequence, ahead: Iterable[Sequence]) -> bool:
+        """Whether a prompt ahead is about to leave a page that this one would take.
+
+        Prompts are computed one after the other, so whoever waits for it loses nothing.
+        """
+        if not self._trusted:
+            return False
+        keys = shareable(sequence.page_keys, sequence.num_prompt_tokens, self._limits.page_size)
+        hits = self._ledger.num_cached(keys)
+        following = keys[hits : hits + 1]
+        return bool(following) and any(
+            other.page_keys[hits : hits + 1] == following and self._valid(other) for other in ahead
+        )
 
     def leave_prompt(self, sequence: Sequence) -> None:
         """The prompt's KV is complete and final: keep its full pages."""

@@ -177,6 +177,46 @@ def test_requests_that_share_pages_run_at_once_and_let_go_apart(
             same(pair.outcomes[request_id], expected)
 
 
+def test_prompts_that_come_at_once_compute_what_they_share_once(
+    models: Models, prompts: list[list[int]]
+) -> None:
+    """The usual burst behind one system prompt: each waits for the page that the one ahead is computing."""
+    first = long_prompt(prompts)[:100]
+    asked = [first, *(begins_alike(first, 6 * PAGE, 100 + index) for index in range(1, 4)), prompts[1][:50]]
+    golden = [golden_of(models, prompt) for prompt in asked]
+    once = sum(len(prompt) for prompt in asked) - 3 * 6 * PAGE
+    pair = pair_of(models)
+    ids = [pair.ask(prompt, GREEDY) for prompt in asked]
+    pair.run()
+    for request_id, expected in zip(ids, golden, strict=True):
+        same(pair.outcomes[request_id], expected)
+    together = build(config("aggregated"), models).engine
+    assert isinstance(together, AggregatedEngine)
+    for index, prompt in enumerate(asked):
+        together.submit(
+            SubmitRequest(request_id=RequestId(str(index)), prompt_token_ids=tuple(prompt), sampling=GREEDY)
+        )
+    while not together.idle:
+        together.step(0.0)
+        together.check()
+    assert pair.context.counters.prompt_tokens_computed == once
+    assert together.counters.prompt_tokens_computed == once
+
+
+def test_who_waits_for_a_prompt_ahead_goes_on_when_that_is_cancelled(
+    models: Models, prompts: list[list[int]]
+) -> None:
+    prompt = long_prompt(prompts)[:100]
+    pair = pair_of(models, chunk=PAGE)
+    ahead, behind = pair.ask(prompt, GREEDY), pair.ask(prompt, GREEDY)
+    for _ in range(4):
+        pair.tick()
+    pair.context.cancel(ahead)
+    pair.generation.cancel(ahead)
+    pair.run()
+    same(pair.outcomes[behind], golden_of(models, prompt))
+
+
 def test_the_next_turn_finds_prompt_and_answer_on_the_generation_worker(
     models: Models, prompts: list[list[int]]
 ) -> None:
