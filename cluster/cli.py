@@ -22,6 +22,7 @@ from rich.console import Console
 
 from cluster.access import Access
 from cluster.config import ConfigError, client_access, load_config, server_address
+from cluster.logs import configure
 from cluster.version import VERSION
 
 # Commands of other modules: name → (where it is, what `--help` says of it).
@@ -148,6 +149,11 @@ def readable(error: Exception) -> str | None:
 @click.option("--threads", "num_threads", type=int, help="Threads of each worker.")
 @click.option("--context-workers", type=int)
 @click.option("--generation-workers", type=int)
+@click.option("--min-al", type=float, help="Alarm when a worker's acceptance length falls under it.")
+@click.option("--log-format", type=click.Choice(["text", "json"]))
+@click.option(
+    "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="info: each request."
+)
 @click.option("--host-factory", hidden=True)
 def serve(config_path: Path | None, host_factory: str | None, **options: Any) -> None:
     """Start a cluster on this machine and serve until Ctrl-C."""
@@ -159,6 +165,7 @@ def serve(config_path: Path | None, host_factory: str | None, **options: Any) ->
     if draft_tokens is not None and draft_tokens.isdigit():
         options["draft_tokens"] = int(draft_tokens)
     config = load_config(config_path, options)
+    configure(config.log_format, config.log_level)
     display = StartDisplay(Console())
     with display:
         asyncio.run(

@@ -20,6 +20,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, 
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from cluster.alarm import AcceptanceWatch
 from cluster.answers import (
     AnswerEnd,
     AnswerEvent,
@@ -39,10 +40,11 @@ from cluster.errors import (
     WorkerLost,
     from_worker,
 )
+from cluster.figures import GatewayFigures, RequestRecord, log_request
 from cluster.intake import Intake, Tokenizer
 from cluster.link import LinkState, LinkTimes, WorkerAddress, WorkerLink
 from cluster.live import LiveRequest
-from cluster.membership import Membership, facts_of
+from cluster.membership import LinkNews, Membership, facts_of
 from cluster.readiness import Progress, stalled
 from cluster.routing import NoRoute, choose_aggregated, choose_split
 from cluster.worker_client import WorkerUnreachable
@@ -63,19 +65,26 @@ LAST_FIGURES_WAIT_S = 2.0
 CANCEL_TIMEOUT_S = 5.0
 STOP_WAIT_S = 1.0
 RETRY_AFTER_S = 1.0
+MIN_ALARM_STEPS = 50  # fewer decode steps say little of a mean
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatewaySettings:
     """`route` serves requests that name none. `admission_ttl_s` bounds the wait for room on the workers.
 
-    A decoding worker that runs requests and makes no progress for `stall_limit_s` makes the gateway unready.
+    A decoding worker that runs requests and makes no progress for `stall_limit_s` makes the gateway unready. One whose
+    acceptance length over `al_window_s` falls under `min_al` raises the alarm. An answer is good when its first token
+    came within `slo_ttft_s` and the others took at most `slo_itl_s` each.
     """
 
     route: Route = "split"
     max_live_requests: int = 1024
     admission_ttl_s: float = 120.0
     stall_limit_s: float = 30.0
+    min_al: float = 0.0
+    al_window_s: float = 60.0
+    slo_ttft_s: float = 2.0
+    slo_itl_s: float = 0.1
     times: LinkTimes = field(default_factory=LinkTimes)
 
 
@@ -85,12 +94,6 @@ class _Prompt:
 
     token_ids: tuple[int, ...]
     salt: str
-
-
-@dataclass
-class GatewayCounters:
-    finished: int = 0
-    failed: int = 0
 
 
 class Gateway:
@@ -106,12 +109,18 @@ class Gateway:
         new_seed: Callable[[], int],
     ) -> None:
         self.settings = settings
-        self.counters = GatewayCounters()
+        self.figures = GatewayFigures(settings.slo_ttft_s, settings.slo_itl_s)
+        self.acceptance = AcceptanceWatch(settings.min_al, settings.al_window_s, MIN_ALARM_STEPS)
         self.started_s = time.monotonic()
         self.tokenizer = tokenizer
         self._intake = Intake(tokenizer, new_seed)
         self._new_id = new_id
-        self._membership = Membership(workers, new_id(), settings.times, self._on_frame, self._on_lost)
+        self._membership = Membership(
+            workers,
+            new_id(),
+            settings.times,
+            LinkNews(frame=self._on_frame, lost=self._on_lost, figures=self._on_figures),
+        )
         self._live: dict[RequestId, LiveRequest] = {}
         self._num_admitted = 0
         self._empty = asyncio.Event()
@@ -233,10 +242,11 @@ class Gateway:
         started_s = time.monotonic()
         deadline_s = asyncio.get_running_loop().time() + timeout_s if timeout_s is not None else None
         route = route or self.settings.route
+        record = RequestRecord(request.client_id, route, started_s)
         try:
             with self._admission():
                 prompt_token_ids, sampling = await self._intake.take(request, self.limits(route))
-                live = LiveRequest(RequestId(self._new_id()), request.client_id)
+                live = LiveRequest(RequestId(self._new_id()), request.client_id, record)
                 self._live[live.request_id] = live
                 legs = asyncio.create_task(
                     self._walk_legs(
@@ -246,30 +256,35 @@ class Gateway:
                 legs.add_done_callback(live.legs_ended)
                 assembler = Assembler(self.tokenizer.decode, request.stop, sampling.max_tokens)
                 try:
-                    first_token_s: float | None = None
                     async for chunk in self._chunks(live, assembler, deadline_s):
-                        first_token_s = first_token_s or time.monotonic()
+                        self.figures.chunk(record, time.monotonic())
                         yield chunk
                     now_s = time.monotonic()
-                    usage = Usage(
+                    record.usage = Usage(
                         prompt_tokens=len(prompt_token_ids),
                         output_tokens=assembler.num_tokens,
                         stats=assembler.stats,
-                        time_to_first_token_s=(first_token_s or now_s) - started_s,
+                        time_to_first_token_s=(record.first_chunk_s or now_s) - started_s,
                         total_time_s=now_s - started_s,
                     )
                     if assembler.reason is None:
                         raise AssertionError("an answer ended without a reason")
-                    self.counters.finished += 1
-                    yield AnswerEnd(assembler.reason, usage, assembler.tail, assembler.stop)
+                    record.outcome = assembler.reason
+                    yield AnswerEnd(assembler.reason, record.usage, assembler.tail, assembler.stop)
                 finally:
                     del self._live[live.request_id]
                     ended_well = assembler.worker_done and assembler.reason is not None
                     self._spawn(self._retire(live, legs, ended_well))
         except RequestError as error:
-            self.counters.failed += 1
+            record.outcome, record.error = error.code.lower(), error.message
             error.request_id = error.request_id or request.client_id
             raise
+        except Exception as error:
+            record.outcome, record.error = "internal", repr(error)
+            raise
+        finally:
+            self.figures.ended(record, time.monotonic())
+            log_request(record)
 
     @contextlib.contextmanager
     def _admission(self) -> Iterator[None]:
@@ -318,7 +333,8 @@ class Gateway:
     ) -> None:
         """Bring the request to the worker that will decode it; failures end the request."""
         try:
-            decoding, *contexts = self._choose(route)
+            decoding, *contexts = links = self._choose(route)
+            live.record.workers = tuple(link.worker.name for link in links)
             live.hold(decoding)
             if not contexts:
                 await decoding.client.submit(
@@ -342,6 +358,7 @@ class Gateway:
                     position_multiple=facts.page_size if (facts := contexts[0].facts) is not None else 1,
                 )
             )
+            live.record.transfer_id = reservation.transfer_id
             live.hold(contexts[0])
             ttl_s = self._ttl_s(deadline_s)  # waiting for the reservation has used some of it
             await contexts[0].client.prefill(
@@ -426,6 +443,25 @@ class Gateway:
             elif output.finish_reason is None and output.request_id not in self._retiring:
                 # A cancel that overtook its request: the worker computes for nobody.
                 self._spawn(self._cancel_stray(link, output.request_id))
+
+    def _on_figures(self, link: WorkerLink) -> None:
+        stats, name = link.stats, link.worker.name
+        if stats is None or link.worker.role == "context":
+            return
+        change = self.acceptance.note(
+            name, stats.epoch, link.stats_taken_s, stats.decode_steps, stats.decode_tokens
+        )
+        if change is None:
+            return
+        said = {
+            "worker": name,
+            "acceptance_length": self.acceptance.recent(name),
+            "min_al": self.acceptance.min_al,
+        }
+        if change == "fell":
+            _log.warning("acceptance length fell under min_al", extra=said)
+        else:
+            _log.warning("acceptance length is back at min_al or above", extra=said)
 
     def _on_lost(self, link: WorkerLink, why: str) -> None:
         for request_id in list(link.live):

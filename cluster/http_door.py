@@ -23,6 +23,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.gateway import Gateway
+from cluster.metrics import CONTENT_TYPE, Metrics
 from cluster.openai.answering import Answering
 from cluster.openai.failures import failure_of, refused
 from cluster.openai.models import Models, failure_response
@@ -40,6 +41,7 @@ class Operations:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
+        self._metrics = Metrics(gateway)
 
     async def health(self, request: Request) -> Response:
         """503 when restarting would help: the gateway stops, or a worker is stalled."""
@@ -50,7 +52,15 @@ class Operations:
         return _verdict(self._gateway.troubles())
 
     def routes(self) -> list[BaseRoute]:
-        return [Route("/health", self.health), Route("/ready", self.ready)]
+        return [
+            Route("/health", self.health),
+            Route("/ready", self.ready),
+            Route("/metrics", self.metrics),
+        ]
+
+    async def metrics(self, request: Request) -> Response:
+        """Prometheus's text format."""
+        return Response(self._metrics.text(), media_type=CONTENT_TYPE)
 
 
 def _verdict(troubles: list[str]) -> Response:

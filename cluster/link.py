@@ -57,6 +57,7 @@ class LinkEvents:
     attached: Callable[[WorkerLink], Awaitable[None]]
     frame: Callable[[WorkerLink, TokenFrame], None]
     lost: Callable[[WorkerLink, str], None]
+    figures: Callable[[WorkerLink], None] = lambda link: None
 
 
 class WorkerLink:
@@ -98,6 +99,7 @@ class WorkerLink:
         """Take the worker's figures now. Raises WorkerUnreachable or WorkerRefused."""
         self.stats = await self.client.stats(self._times.heartbeat_timeout_s)
         self.stats_taken_s = time.monotonic()
+        self._events.figures(self)
 
     async def _run(self) -> None:
         retry_s = _FIRST_RETRY_S

@@ -6,6 +6,7 @@ import asyncio
 import logging
 
 from cluster.errors import RequestError, from_worker
+from cluster.figures import RequestRecord
 from cluster.link import WorkerLink
 from kvmanager.ids import RequestId
 from workers.request import RequestOutput
@@ -20,7 +21,9 @@ class LiveRequest:
     before it are delivered first.
     """
 
-    def __init__(self, request_id: RequestId, client_id: str) -> None:
+    def __init__(self, request_id: RequestId, client_id: str, record: RequestRecord) -> None:
+        record.request_id = request_id
+        self.record = record
         self.request_id = request_id
         self.client_id = client_id
         self.holders: list[WorkerLink] = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from cluster.link import LinkEvents, LinkState, LinkTimes, WorkerAddress, WorkerLink
 from cluster.routing import WorkerSnapshot
@@ -21,18 +22,26 @@ class NotReady(Exception):
     """The cluster did not become ready in time; the message says what each missing worker is waiting for."""
 
 
+@dataclass(frozen=True)
+class LinkNews:
+    """What a membership passes on: tokens, lost workers with the reason, fresh figures."""
+
+    frame: Callable[[WorkerLink, TokenFrame], None]
+    lost: Callable[[WorkerLink, str], None]
+    figures: Callable[[WorkerLink], None] = lambda link: None
+
+
 class Membership:
-    """Links by worker name. `on_frame` and `on_lost` are called on the event loop."""
+    """Links by worker name. What is new of them is told on the event loop."""
 
     def __init__(
         self,
         workers: Sequence[WorkerAddress],
         gateway: str,
         times: LinkTimes,
-        on_frame: Callable[[WorkerLink, TokenFrame], None],
-        on_lost: Callable[[WorkerLink, str], None],
+        news: LinkNews,
     ) -> None:
-        events = LinkEvents(attached=self._attached, frame=on_frame, lost=on_lost)
+        events = LinkEvents(self._attached, news.frame, news.lost, news.figures)
         self.links = {worker.name: WorkerLink(worker, gateway, times, events) for worker in workers}
         self._paired: set[tuple[WorkerEpoch, WorkerEpoch]] = set()
         self._introducing = asyncio.Lock()

@@ -45,6 +45,10 @@ def make_gateway(config: ClusterConfig, workers: Sequence[WorkerAddress], tokeni
         max_live_requests=config.max_live_requests,
         admission_ttl_s=config.admission_ttl_s,
         stall_limit_s=config.stall_limit_s,
+        min_al=config.min_al,
+        al_window_s=config.al_window_s,
+        slo_ttft_s=config.slo_ttft_s,
+        slo_itl_s=config.slo_itl_s,
         times=LinkTimes(config.heartbeat_interval_s, config.heartbeat_timeout_s),
     )
     return Gateway(

@@ -22,6 +22,7 @@ from cluster.answers import AnswerChunk
 from cluster.convert import chunk_to_proto, end_to_proto, request_from_proto, worker_to_proto
 from cluster.errors import RequestError, WorkerFailed, to_status
 from cluster.gateway import Gateway
+from cluster.link import WorkerLink
 from cluster.rpc.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from cluster.security import TlsFiles, TokenFile, Unauthenticated
 from cluster.version import VERSION
@@ -110,16 +111,16 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             uptime_s=time.monotonic() - gateway.started_s,
             live_requests=gateway.num_live,
             max_live_requests=gateway.settings.max_live_requests,
-            finished_requests=gateway.counters.finished,
-            failed_requests=gateway.counters.failed,
-            workers=[worker_to_proto(link) for link in gateway.links],
+            finished_requests=gateway.figures.finished,
+            failed_requests=gateway.figures.failed,
+            workers=workers_to_proto(gateway),
         )
 
     async def ListWorkers(
         self, request: admin_pb2.ListWorkersRequest, context: Context
     ) -> admin_pb2.ListWorkersResponse:
         await self._gateway.refresh()
-        return admin_pb2.ListWorkersResponse(workers=[worker_to_proto(link) for link in self._gateway.links])
+        return admin_pb2.ListWorkersResponse(workers=workers_to_proto(self._gateway))
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:
         return admin_pb2.DrainResponse(worker=await self._drain(request.worker, True, context))
@@ -129,10 +130,26 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     async def _drain(self, worker: str, draining: bool, context: Context) -> admin_pb2.Worker:
         try:
-            return worker_to_proto(await self._gateway.drain(worker, draining))
+            link = await self._gateway.drain(worker, draining)
+            return gateway_worker_to_proto(self._gateway, link)
         except RequestError as error:
             await context.abort_with_status(to_status(error))
             raise
+
+
+def workers_to_proto(gateway: Gateway) -> list[admin_pb2.Worker]:
+    return [gateway_worker_to_proto(gateway, link) for link in gateway.links]
+
+
+def gateway_worker_to_proto(gateway: Gateway, link: WorkerLink) -> admin_pb2.Worker:
+    """What the worker says of itself, and what this gateway has seen of it."""
+    message = worker_to_proto(link)
+    positions = gateway.figures.positions.get(link.worker.name)
+    if positions is not None:
+        message.accepted_by_position.extend(positions.accepted)
+        message.drafted_by_position.extend(positions.drafted)
+    message.acceptance_length_recent = gateway.acceptance.recent(link.worker.name)
+    return message
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc ships no types

@@ -13,7 +13,7 @@ from cluster.answers import AnswerEnd, AnswerRequest, TextPrompt
 from cluster.errors import RequestError
 from cluster.gateway import Gateway
 from cluster.link import LinkState, LinkTimes, WorkerAddress
-from cluster.membership import Membership, NotReady
+from cluster.membership import LinkNews, Membership, NotReady
 from cluster.worker_client import WorkerClient, WorkerUnreachable
 from cluster.worker_messages import SERVICE
 from cluster.worker_server import WorkerServer
@@ -226,8 +226,7 @@ async def test_a_port_that_accepts_and_never_answers_does_not_hang_the_start() -
             [WorkerAddress("silent", "aggregated", address)],
             "gateway",
             LinkTimes(0.1, 0.2),
-            lambda link, frame: None,
-            lambda link, why: None,
+            LinkNews(frame=lambda link, frame: None, lost=lambda link, why: None),
         )
         membership.start()
         try:

@@ -11,7 +11,7 @@ import pytest
 from cluster.client import Options
 from cluster.errors import RequestError
 from cluster.link import LinkTimes, WorkerAddress
-from cluster.membership import Membership, NotReady
+from cluster.membership import LinkNews, Membership, NotReady
 from cluster.rpc.v1 import inference_pb2, inference_pb2_grpc
 from cluster.worker_server import WorkerServer
 from tests.cluster.conftest import FakeCluster, StartCluster
@@ -165,7 +165,10 @@ async def test_workers_that_do_not_fit_together_are_reported_with_the_reason(
         WorkerAddress("g", "generation", await servers[1].start("127.0.0.1")),
     ]
     membership = Membership(
-        addresses, "gateway", LinkTimes(), lambda link, frame: None, lambda link, why: None
+        addresses,
+        "gateway",
+        LinkTimes(),
+        LinkNews(frame=lambda link, frame: None, lost=lambda link, why: None),
     )
     membership.start()
     try:

@@ -1,0 +1,204 @@
+"""What operators see: metrics by name and value, the alarm, log lines, dashboards without dead panels."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.errors import RequestError
+from cluster.figures import Histogram
+from cluster.logs import JsonFormatter, TextFormatter
+from cluster.metrics import Metrics
+from tests.cluster.conftest import FakeCluster, StartCluster
+from tests.cluster.fake_worker import FakeHost
+
+DASHBOARDS = Path(__file__).parents[2] / "deploy" / "dashboards"
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def scraped(cluster: FakeCluster) -> Samples:
+    text = Metrics(cluster.gateway).text().decode()
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def value(samples: Samples, name: str, **labels: str) -> float:
+    return samples[(f"slipstream_{name}", tuple(sorted(labels.items())))]
+
+
+async def used(cluster: FakeCluster) -> None:
+    """One answer, one refusal, one client that leaves."""
+    await cluster.client.complete("abc", max_tokens=7)
+    with pytest.raises(RequestError):
+        await cluster.client.complete("")
+    for host in cluster.hosts.values():
+        host.hold.set()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await cluster.client.complete("ab")
+    for host in cluster.hosts.values():
+        host.hold.clear()
+    await cluster.settle()
+    await cluster.gateway.refresh()
+
+
+async def test_requests_tokens_and_times_are_counted(split: FakeCluster) -> None:
+    await used(split)
+    samples = scraped(split)
+    assert value(samples, "requests_total", outcome="length") == 1
+    assert value(samples, "requests_total", outcome="invalid_argument") == 1
+    assert value(samples, "requests_total", outcome="disconnected") == 1
+    assert (value(samples, "prompt_tokens_total"), value(samples, "output_tokens_total")) == (3, 7)
+    assert value(samples, "requests_within_slo_total") == 1
+    assert value(samples, "requests_live") == 0
+    assert value(samples, "time_to_first_token_seconds_count") == 1
+    assert 1 <= value(samples, "inter_token_latency_seconds_count") <= 3
+    assert value(samples, "request_acceptance_length_bucket", le="1.5") == 0
+    assert value(samples, "request_acceptance_length_bucket", le="2.0") == 1
+    assert value(samples, "gateway_info", version=_version(samples), model="fake", mode="split") == 1
+
+
+def _version(samples: Samples) -> str:
+    (labels,) = [dict(labels) for name, labels in samples if name == "slipstream_gateway_info"]
+    return labels["version"]
+
+
+async def test_what_workers_say_of_themselves_is_told_per_worker(split: FakeCluster) -> None:
+    await used(split)
+    split.hosts["generation-1"].stats_change = {
+        "decode_steps": 10,
+        "decode_tokens": 34,
+        "kv_bytes_draft": 5,
+        "transfers_failed": 2,
+        "draft_pages_in_use": 3,
+    }
+    await split.gateway.refresh()
+    samples = scraped(split)
+    at = {"worker": "generation-1", "role": "generation"}
+    assert value(samples, "decode_steps_total", **at) == 10
+    assert value(samples, "decode_tokens_total", **at) == 34
+    assert value(samples, "prompt_tokens_computed_total", **at) == 0
+    assert value(samples, "kv_shipped_bytes_total", ledger="draft", **at) == 5
+    assert value(samples, "transfers_total", state="failed", **at) == 2
+    assert value(samples, "pages_in_use", ledger="draft", **at) == 3
+    assert value(samples, "draft_tokens_drafted_total", position="0", **at) == 3
+    assert value(samples, "draft_tokens_accepted_total", position="0", **at) == 3
+    assert value(samples, "worker_state", state="ready", **at) == 1
+    await split.client.drain("generation-1")
+    assert value(scraped(split), "worker_state", state="draining", **at) == 1
+
+
+async def test_a_worker_out_of_reach_tells_no_old_figures(split: FakeCluster) -> None:
+    await split.servers["generation-1"].stop()
+    while split.gateway.ready:
+        await asyncio.sleep(0.01)
+    samples = scraped(split)
+    at = {"worker": "generation-1", "role": "generation"}
+    assert value(samples, "worker_state", state="suspect", **at) == 1
+    assert value(samples, "ready") == 0
+    assert ("slipstream_requests_running", tuple(sorted(at.items()))) not in samples
+
+
+async def test_a_low_acceptance_length_alarms_and_is_logged_once(
+    start_cluster: StartCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = FakeHost("aggregated")
+    cluster = await start_cluster(host, route="aggregated", min_al=2.0, al_window_s=0.2)
+    (link,) = cluster.gateway.links
+    at = {"worker": "aggregated-0", "role": "aggregated"}
+    await link.refresh()
+    assert value(scraped(cluster), "acceptance_length_low", **at) == 0
+    with caplog.at_level(logging.WARNING, "cluster.gateway"):
+        for steps in (100, 200, 300):
+            host.stats_change = {"decode_steps": steps, "decode_tokens": steps * 109 // 100}
+            await link.refresh()
+    samples = scraped(cluster)
+    assert value(samples, "acceptance_length_low", **at) == 1
+    assert value(samples, "acceptance_length", **at) == pytest.approx(1.09)
+    assert value(samples, "min_acceptance_length") == 2.0
+    said = [record for record in caplog.records if "fell under min_al" in record.message]
+    assert [record.__dict__["worker"] for record in said] == ["aggregated-0"]
+
+
+async def test_every_request_leaves_one_log_line_with_its_ids(
+    split: FakeCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "cluster.requests"):
+        await split.client.complete("abc", max_tokens=7, client_id="mine")
+        with pytest.raises(RequestError):
+            await split.client.complete("abc", temperature=-1, client_id="wrong")
+    answered, refused = (json.loads(JsonFormatter().format(record)) for record in caplog.records)
+    assert (answered["message"], answered["request_id"], answered["outcome"]) == (
+        "request ended",
+        "mine",
+        "length",
+    )
+    assert answered["workers"] == "generation-1,context-0"
+    assert answered["transfer_id"] == answered["internal_id"]  # what a fake worker names it
+    assert (answered["output_tokens"], answered["acceptance_length"]) == (7, 2.0)
+    assert (refused["request_id"], refused["outcome"]) == ("wrong", "invalid_argument")
+    assert "temperature is -1" in refused["error"]
+
+
+def test_log_lines_carry_their_facts_in_both_formats() -> None:
+    record = logging.LogRecord("cluster", logging.WARNING, __file__, 1, "lost %s", ("w",), None)
+    record.__dict__["worker"] = "w"
+    assert TextFormatter().format(record).endswith("WARNING cluster: lost w worker=w")
+    line = json.loads(JsonFormatter().format(record))
+    assert (line["level"], line["message"], line["worker"]) == ("warning", "lost w", "w")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", line["time"])
+
+
+def test_a_histogram_puts_a_value_on_a_bound_into_the_bucket_below() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for observed in (0.5, 1.0, 1.5, 3.0):
+        histogram.observe(observed)
+    assert histogram.buckets() == [("1.0", 2.0), ("2.0", 3.0), ("+Inf", 4.0)]
+    assert histogram.sum == 6.0
+
+
+def expressions(node: Any) -> list[str]:
+    """All PromQL in a dashboard or a rules file."""
+    found = []
+    if isinstance(node, dict):
+        found += [entry for key, entry in node.items() if key in ("expr", "query") and isinstance(entry, str)]
+        node = list(node.values())
+    if isinstance(node, list):
+        found += [expression for entry in node for expression in expressions(entry)]
+    return found
+
+
+async def test_every_metric_that_a_dashboard_or_an_alert_names_exists(split: FakeCluster) -> None:
+    await used(split)
+    exposed = {name for name, _ in scraped(split)}
+    files = {path.name: path.read_text() for path in DASHBOARDS.iterdir()}
+    assert sorted(files) == ["alerts.yaml", "slipstream.json"]
+    for name, text in files.items():
+        asked = expressions(yaml.safe_load(text))  # JSON is YAML
+        assert len(asked) > 5, name
+        named = {metric for expression in asked for metric in re.findall(r"\bslipstream_\w+", expression)}
+        assert named <= exposed, name
+        assert all(expression.count("(") == expression.count(")") for expression in asked)
+
+
+async def test_names_and_units_follow_the_convention(split: FakeCluster) -> None:
+    await used(split)
+    text = Metrics(split.gateway).text().decode()
+    for family in text_string_to_metric_families(text):
+        assert family.name.startswith("slipstream_")
+        assert family.documentation, family.name
+        assert not re.search(r"_(ms|s|mb|kb|percent)(_|$)", family.name), family.name
+        if family.type == "counter":
+            assert all(sample.name.endswith("_total") for sample in family.samples), family.name
