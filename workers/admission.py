@@ -5,12 +5,20 @@ The gateway refuses most of these first; a worker checks again, because it is th
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
 from kvmanager.errors import TooLong
+from kvmanager.ids import RequestId
 from kvmanager.ledger import KvLedger
 from workers.errors import InvalidRequest
 from workers.request import SamplingParams
+
+
+def check_new(request_id: RequestId, live: Iterable[RequestId]) -> None:
+    """Raise InvalidRequest for an id that a live request has, one that still drains after its cancel included."""
+    if request_id in live:
+        raise InvalidRequest(f"request {request_id} is live on this worker already", field="request_id")
 
 
 def check_prompt(prompt_token_ids: Items[int], vocab_size: int) -> None:

@@ -82,8 +82,8 @@ class ContextEngine:
 
     def prefill(self, request: PrefillRequest, now_s: float) -> None:
         """Queue a prompt. Raises InvalidRequest or Overloaded; nothing is kept then."""
-        jobs = [*self._waiting, *self._transfers.values()]
-        check_new(request.request_id, [job.request.request_id for job in jobs if not job.ended])
+        jobs = [*self._waiting, *self._prefilling]
+        check_new(request.request_id, [job.request.request_id for job in jobs])
         check_prompt(request.prompt_token_ids, self._limits.vocab_size)
         check_sampling(request.sampling)
         num_tokens = len(request.prompt_token_ids)

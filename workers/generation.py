@@ -19,7 +19,7 @@ from kvmanager.ids import PageId, RequestId, TransferId, WorkerEpoch
 from kvmanager.layout import KvGeometry
 from kvmanager.ledger import KvLedger
 from transceiver.port import Broke, Delivered, Landed, Pages, ReceiveSpec, TransferPort
-from workers.admission import check_lengths, check_sampling
+from workers.admission import check_lengths, check_new, check_sampling
 from workers.decode import DecodeLoop
 from workers.engine import Emitted, EngineCounters, EngineEvent, Granted, Refused
 from workers.errors import AdmissionTimeout, EngineFailed, InvalidRequest, Overloaded, RequestCancelled
@@ -73,6 +73,8 @@ class GenerationEngine:
 
     def reserve(self, request: ReserveRequest, now_s: float) -> None:
         """Queue for admission; `Granted` or `Refused` answers. Raises InvalidRequest or Overloaded at once."""
+        jobs = [*self._waiting, *self._transfers.values()]
+        check_new(request.request_id, [s.request_id for s in [*(j.sequence for j in jobs), *self._decoding]])
         if request.num_prompt_tokens < 1:
             raise InvalidRequest("the prompt is empty: send at least one token", field="prompt", limit=1)
         if request.prompt_token_ids and len(request.prompt_token_ids) != request.num_prompt_tokens:

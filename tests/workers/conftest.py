@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from cluster.prompt_sets import builtin_prompts
+from tests.workers.random_pair import load_random_pair
 from workers.assembly import Models, load_models
 from workers.config import PairSpec, WorkerConfig
 from workers.tokenizer import Tokenizer
@@ -23,3 +24,10 @@ def prompts(models: Models) -> list[list[int]]:
     tokenizer = Tokenizer.from_path(models.pair.target_path)
     chats = [[{"role": "user", "content": prompt.text}] for prompt in builtin_prompts(6)]
     return [tokenizer.apply_chat_template(chat)[-300:] for chat in chats]
+
+
+@pytest.fixture(scope="session")
+def random_models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """A pair of a few thousand random weights, where what is said does not matter."""
+    torch.set_num_threads(1)
+    return load_random_pair(tmp_path_factory.mktemp("random_pair"))

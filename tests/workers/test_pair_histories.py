@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 from kvmanager.ids import RequestId
 from kvmanager.layout import DraftKv, PoolLayout
-from tests.workers.random_pair import load_random_pair
 from tests.workers.split_pair import SplitPair, config, run_aggregated
 from transceiver.loopback import Faults
 from transceiver.records import Timing
@@ -220,11 +219,6 @@ class History:
         for engine in (self.pair.context, self.pair.generation):
             stats = engine._port.stats()
             assert (stats.sending, stats.receiving) == (0, 0)
-
-
-@pytest.fixture(scope="session")
-def random_models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return load_random_pair(tmp_path_factory.mktemp("random_pair"))
 
 
 @pytest.fixture(scope="session")
