@@ -274,6 +274,19 @@ def status(server: str, access: Access, as_json: bool) -> None:
 
 
 @cli.command()
+@click.option("--interval", "interval_s", type=click.FloatRange(min=0.05), default=1.0, show_default=True)
+@click.option("--once", is_flag=True, help="Draw one picture and end.")
+@server_options
+def top(interval_s: float, once: bool, server: str, access: Access) -> None:
+    """Watch a running cluster: workers, slots, pages, acceptance length per position, transfers."""
+    from cluster.client import Client
+    from cluster.top import watch
+
+    with Client(server, access) as client:
+        watch(client.cluster_state, Console(width=None if sys.stdout.isatty() else 180), interval_s, once)
+
+
+@cli.command()
 @click.argument("worker")
 @click.option(
     "--wait", "wait_s", type=float, default=0.0, help="Seconds to wait until it runs nothing any more."

@@ -13,7 +13,7 @@ from cluster.doctor import Finding
 from cluster.rpc.v1 import admin_pb2
 
 _MARKS = {"ok": "[green]✓[/]", "warn": "[yellow]![/]", "fail": "[bold red]✗[/]"}
-_STATES = {
+STATES = {
     admin_pb2.WORKER_STATE_JOINING: "[yellow]joining[/]",
     admin_pb2.WORKER_STATE_READY: "[green]ready[/]",
     admin_pb2.WORKER_STATE_SUSPECT: "[red]suspect[/]",
@@ -37,13 +37,13 @@ def status_table(state: admin_pb2.GetClusterStateResponse) -> Group:
         failed = f", {worker.transfers_failed} failed" if worker.transfers_failed else ""
         table.add_row(
             worker.name,
-            _STATES.get(worker.state, "?"),
+            STATES.get(worker.state, "?"),
             f"{worker.running}+{worker.waiting}",
             f"{worker.slots_in_use} / {worker.draft_slots_in_use}",
             f"{worker.target_pages_in_use} / {worker.draft_pages_in_use} of {worker.target_pages}",
             f"{worker.acceptance_length:.2f}" if worker.decode_steps else "–",
             f"{worker.prompt_tokens_computed}",
-            f"{_size(worker.kv_bytes_target)} / {_size(worker.kv_bytes_draft)}",
+            f"{size(worker.kv_bytes_target)} / {size(worker.kv_bytes_draft)}",
             f"{worker.transfers_done}{failed}",
         )
     table.caption = "slots, pages and KV: target / draft; prompt: tokens computed here"
@@ -65,7 +65,8 @@ def findings_table(findings: Sequence[Finding]) -> Table:
     return table
 
 
-def _size(num_bytes: int) -> str:
+def size(num_bytes: int) -> str:
+    """Bytes in the largest binary unit that leaves a number of at least 1."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024 or unit == "GiB":
