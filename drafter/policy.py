@@ -34,7 +34,7 @@ _SWITCH_GAIN = 1.03
 _START_GAIN = (
     1.06  # to begin drafting from plain decoding, where the best of many noisy estimates looks too good
 )
-_REFRESH_AFTER = 50  # steps after which an estimate that no step renewed counts as stale
+_REFRESH_AFTER = 30  # steps after which an estimate that no step renewed counts as stale
 _GUARD_DEFICIT = 0.015  # of target-only time that recent steps may have lost
 _GUARD_MEMORY = 0.99  # weight of a step in the guard's balance after one more: about the last 100 steps
 
