@@ -15,7 +15,7 @@ PROTOS := $(wildcard proto/cluster/rpc/v1/*.proto)
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help setup demo test check format lint types contracts protos stubs stubs-check unit parity clean
+.PHONY: help setup demo test check format lint types contracts protos stubs stubs-check unit parity soak bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -81,6 +81,13 @@ $(PARITY_STAMP): $(PARITY_INPUTS) $(SETUP_INPUTS)
 
 parity: $(PARITY_STAMP)  ## compare with transformers and the reference drafter (slow, own environment)
 	@.venv-parity/bin/python -m pytest tests/parity -m parity
+
+soak: setup  ## ten thousand histories of a pair, twenty deaths over NIXL (minutes)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -m soak --hypothesis-show-statistics
+
+bench: setup  ## bookkeeping per decode step; shipping a prompt's KV, against memcpy, plain NIXL and Ray
+	@$(BIN)/python -m tests.bench.bookkeeping
+	@$(BIN)/python -m tests.bench.kv_transfer
 
 clean:  ## remove caches and both environments
 	rm -rf .venv .venv-parity .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist
