@@ -18,6 +18,7 @@ import msgspec
 from cluster.access import Access, TokenFileError, read_tokens
 from cluster.logs import LogFormat, LogLevel
 from kvmanager.layout import DraftKv, PoolLayout
+from transceiver.wire import Verify
 from workers.config import (
     DraftPolicy,
     DtypeName,
@@ -70,6 +71,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     draft_kv: DraftKv = "mirrored"
     pool_layout: PoolLayout = "strided"
     prefix_cache: bool = True
+    verify: Verify = "tag"
     max_batch: int = 8
     max_seq_len: int = 2048
     chunk_tokens: int = 256
@@ -150,6 +152,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             draft_kv=self.draft_kv,
             pool_layout=self.pool_layout,
             prefix_cache=self.prefix_cache,
+            verify=self.verify,
             max_batch=self.max_batch,
             max_seq_len=self.max_seq_len,
             chunk_tokens=self.chunk_tokens,
