@@ -58,14 +58,17 @@ class WorkerActor:
         return self._stage
 
     async def start(self, node_ip: str) -> bytes:
-        """Load, then listen on a free port of `node_ip`; returns a msgpack `StartAnswer`."""
+        """Load, then listen on a free port of `node_ip`; returns a msgpack `StartAnswer`.
+
+        An empty `node_ip` is the address under which Ray's other nodes reach this one.
+        """
         limit_threads(self._config.num_threads)
         try:
             self._host = await asyncio.to_thread(self._load)
             from cluster.worker_server import WorkerServer
 
             self._server = WorkerServer(self._host)
-            address = await self._server.start(node_ip)
+            address = await self._server.start(node_ip or _own_node_ip())
         except WorkerRefused as refused:
             self._stage = "refused"
             return msgspec.msgpack.encode(StartRefused(refused.refusal()))
@@ -96,3 +99,11 @@ class WorkerActor:
         host = factory.load(self._config)
         self._stage = "starting the engine"
         return host
+
+
+def _own_node_ip() -> str:
+    import ray
+
+    util: Any = ray.util  # untyped there
+    address: str = util.get_node_ip_address()
+    return address

@@ -17,6 +17,7 @@ import msgspec
 
 from cluster.access import Access, TokenFileError, read_tokens
 from cluster.logs import LogFormat, LogLevel
+from cluster.placement import PlacementConfig
 from kvmanager.layout import DraftKv, PoolLayout
 from transceiver.wire import Verify
 from workers.config import (
@@ -95,6 +96,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     ray_auth_mode: RayAuthMode = "disabled"
     object_store_bytes: int = 80_000_000
+    placement: PlacementConfig = PlacementConfig()
 
     def __post_init__(self) -> None:
         if self.num_kv_pages is not None and self.memory_fraction is not None:
@@ -254,6 +256,18 @@ def prepare_ray_environment(config: ClusterConfig) -> None:
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+
+def prepare_job_client() -> None:
+    """Set what Ray's job client reads from the environment. Must run before ray is imported.
+
+    That client never authenticates unless the mode says so, even where a token is at hand; and an address in the
+    environment overrides the one it is given, which the command line has taken into account already.
+    """
+    if ray_auth_mode() is None:
+        os.environ["RAY_AUTH_MODE"] = "token" if ray_token_set() else "disabled"
+    os.environ.pop("RAY_API_SERVER_ADDRESS", None)
+    os.environ.pop("RAY_ADDRESS", None)
 
 
 def limit_threads(num_threads: int) -> None:

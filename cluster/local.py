@@ -23,6 +23,7 @@ import msgspec
 from cluster.actors import DEFAULT_HOST, Serving, StartAnswer, StartRefused, WorkerActor
 from cluster.config import ClusterConfig, prepare_ray_environment, ray_address
 from cluster.link import WorkerAddress
+from cluster.placing import PlacementRefused, place
 from workers.request import Role
 
 _log = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class LocalCluster:
         self._owns_ray = False
         self._actors: dict[str, Any] = {}
         self._roles: dict[str, Role] = {}
+        self._placed: list[Any] = []  # Ray's placement groups
         self._directory: Path | None = None
 
     async def __aenter__(self) -> LocalCluster:
@@ -76,8 +78,9 @@ class LocalCluster:
 
     async def start_workers(self) -> None:
         """Return when every worker listens. Raises StartFailed, or the WorkerRefused of a worker that may not start."""
-        self._create_actors()
-        node_ip = "127.0.0.1" if self._owns_ray else self._ray.util.get_node_ip_address()
+        await self._create_actors()
+        # In a Ray of several machines each worker listens on its own machine's address, which it alone knows.
+        node_ip = "127.0.0.1" if self._owns_ray else ""
         starting = [
             asyncio.create_task(self._start_worker(name, actor, node_ip))
             for name, actor in self._actors.items()
@@ -106,6 +109,9 @@ class LocalCluster:
             with contextlib.suppress(Exception):  # Ray raises its own kinds for an actor that is gone already
                 self._ray.kill(actor)
         self._actors.clear()
+        for bundles in self._placed:
+            self._ray.util.remove_placement_group(bundles)
+        self._placed.clear()
         self._ray.shutdown()
         self._ray = None
         if self._directory is not None:
@@ -137,7 +143,11 @@ class LocalCluster:
         self._ray = ray
         address = ray_address()
         if address is not None:
-            ray.init(address=address, log_to_driver=False)
+            try:
+                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            except ray.exceptions.RayError as error:
+                raise StartFailed(f"cannot join the Ray at {address}: {error}") from error
+            self._report("ray", f"joined {address}")
             return
         self._owns_ray = True
         # A short path: Ray puts sockets below it, whose paths are limited to 107 bytes.
@@ -155,16 +165,47 @@ class LocalCluster:
         )
         self._report("ray", "ready")
 
-    def _create_actors(self) -> None:
-        actor_class = self._ray.remote(WorkerActor).options(num_cpus=0, max_restarts=0, max_task_retries=0)
+    async def _create_actors(self) -> None:
         counts: dict[Role, int] = {}
         for role in self.config.worker_roles():
             number = counts.get(role, 0)
             counts[role] = number + 1
-            name = f"{role}-{number}"
+            self._roles[f"{role}-{number}"] = role
+        placed = await self._place()
+        actor_class = self._ray.remote(WorkerActor).options(num_cpus=0, max_restarts=0, max_task_retries=0)
+        for name, role in self._roles.items():
             config = msgspec.msgpack.encode(self.config.worker_config(role))
-            self._actors[name] = actor_class.remote(config, self._host_factory)
-            self._roles[name] = role
+            options = placed.get(name, {})
+            self._actors[name] = actor_class.options(**options).remote(config, self._host_factory)
+
+    async def _place(self) -> dict[str, dict[str, Any]]:
+        """Options of the actors whose nodes are chosen by label: all of them, or none. Raises StartFailed."""
+        placement = self.config.placement
+        if self._owns_ray or not placement.by_label:
+            return {}
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        groups = [placement.group(name, role) for name, role in self._roles.items()]
+        for group in groups:
+            self._report(group.name, f"waiting for {group.wanted()}")
+        placing = [asyncio.create_task(place(self._ray, group, placement.timeout_s)) for group in groups]
+        try:
+            placed = await asyncio.gather(*placing)
+        except PlacementRefused as error:
+            raise StartFailed(str(error)) from error
+        finally:
+            for task in placing:
+                task.cancel()
+            settled = await asyncio.gather(*placing, return_exceptions=True)
+            self._placed = [group for group in settled if not isinstance(group, BaseException)]
+        return {
+            group.name: {
+                "num_cpus": placement.cpus,
+                "num_gpus": placement.gpus,
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(bundles, 0),
+            }
+            for group, bundles in zip(groups, placed, strict=True)
+        }
 
     async def _start_worker(self, name: str, actor: Any, node_ip: str) -> WorkerAddress:
         try:
