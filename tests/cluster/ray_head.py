@@ -1,0 +1,135 @@
+"""A Ray head of a test's own: own home, own ports, own files, and ended without touching any other Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+START_TIMEOUT_S = 90.0
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listened on a moment ago, all different."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
+
+
+class RayHead:
+    """`ray start --head`, with authentication on when there is a token."""
+
+    def __init__(self, token: str = "") -> None:
+        self.token = token
+        # A short path: Ray puts sockets below it, whose paths are limited to 107 bytes.
+        self.home = Path("/tmp") / f"slip-{os.getpid()}-{time.monotonic_ns() % 100_000}"
+        self.home.mkdir()
+        gcs, dashboard, agent, agent_grpc, metrics, client = free_ports(6)
+        self.dashboard = f"http://127.0.0.1:{dashboard}"
+        binaries = Path(sys.executable).parent
+        self.env = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
+            "HOME": str(self.home),
+            "TMPDIR": str(self.home),
+            "PATH": f"{binaries}:{os.environ['PATH']}",
+            "RAY_AUTH_MODE": "token" if token else "disabled",
+            "RAY_worker_niceness": "0",
+            "COLUMNS": "120",
+        }
+        if token:
+            self.env["RAY_AUTH_TOKEN"] = token
+        self.log = self.home / "head.log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [
+                    *(str(binaries / "ray"), "start", "--head", "--block", "--disable-usage-stats"),
+                    *("--node-ip-address=127.0.0.1", f"--port={gcs}", f"--dashboard-port={dashboard}"),
+                    *(f"--dashboard-agent-listen-port={agent}", f"--dashboard-agent-grpc-port={agent_grpc}"),
+                    *(f"--metrics-export-port={metrics}", f"--ray-client-server-port={client}"),
+                    *("--num-cpus=2", "--object-store-memory=80000000", f"--temp-dir={self.home / 'ray'}"),
+                ],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self.env,
+                start_new_session=True,
+            )
+        until_s = time.monotonic() + START_TIMEOUT_S
+        while "Ray runtime started" not in self.log.read_text():
+            if self.process.poll() is not None or time.monotonic() > until_s:
+                output = self.log.read_text()
+                self.stop()
+                raise AssertionError(f"no Ray head: {output}")
+            time.sleep(0.1)
+
+    def run(self, *command: str, timeout_s: float = 90.0, **env: str) -> subprocess.CompletedProcess[str]:
+        """A command of this Python's `bin`, run in the clone with this head's environment."""
+        program = Path(sys.executable).parent / command[0]
+        return subprocess.run(
+            [str(program), *command[1:]],
+            env={**self.env, **env},
+            cwd=Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+
+    def ask(self, path: str, method: str = "GET") -> dict[str, Any]:
+        """Ray's REST interface: cheaper than a process of its command line."""
+        request = urllib.request.Request(self.dashboard + path, method=method)
+        if self.token:
+            request.add_header("Authorization", f"Bearer {self.token}")
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            found: dict[str, Any] = json.load(answer)
+            return found
+
+    def driver(self) -> int:
+        """The process id of the one driver."""
+        [driver] = [line for line in self.processes() if "python\\x00-m\\x00cluster" in line]
+        return int(driver.split()[0])
+
+    def actors(self) -> list[str]:
+        """Command lines of living worker actors of this Ray."""
+        return [line for line in self.processes() if "WorkerActor" in line]
+
+    def processes(self) -> list[str]:
+        """Living processes with this head's home in their environment or command line."""
+        found = []
+        for process in Path("/proc").iterdir():
+            if not process.name.isdigit():
+                continue
+            try:
+                command = (process / "cmdline").read_bytes()
+                traces = (process / "environ").read_bytes() + command
+                state = (process / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            if state != "Z" and str(self.home).encode() in traces:
+                found.append(f"{process.name} {command[:120]!r}")
+        return found
+
+    def stop(self) -> None:
+        """At once: nothing of a test's Ray is worth a farewell. `ray stop` would end every Ray of this machine."""
+        self.process.kill()
+        self.process.wait()
+        until_s = time.monotonic() + 15
+        while (left := self.processes()) and time.monotonic() < until_s:
+            for line in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(line.split()[0]), signal.SIGKILL)
+            time.sleep(0.05)
+        shutil.rmtree(self.home, ignore_errors=True)

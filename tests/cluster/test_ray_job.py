@@ -1,0 +1,108 @@
+"""A cluster as a Ray job, on a real Ray with a dashboard: it serves, drains when stopped, and says why it failed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from cluster.client import Client
+from tests.cluster.ray_head import RayHead, free_ports
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+
+CONFIG = "deploy/examples/laptop.toml"
+
+
+@pytest.fixture(scope="module", params=["", "a-token-of-this-test"], ids=["auth off", "token auth"])
+def head(request: pytest.FixtureRequest) -> Iterator[RayHead]:
+    head = RayHead(request.param)
+    yield head
+    head.stop()
+    assert head.processes() == []
+
+
+def wait_until_over(head: RayHead, job: str, timeout_s: float = 60.0) -> dict[str, Any]:
+    until_s = time.monotonic() + timeout_s
+    while (info := head.ask(f"/api/jobs/{job}"))["status"] in ("PENDING", "RUNNING"):
+        assert time.monotonic() < until_s, info
+        time.sleep(0.1)
+    return info
+
+
+def test_a_submitted_cluster_serves_and_drains_its_streams_when_the_job_is_stopped(head: RayHead) -> None:
+    port = free_ports(1)[0]
+    submitted = head.run(
+        *("slipstream", "submit", "--address", head.dashboard, "--config", CONFIG),
+        *("--", "--listen", f"0.0.0.0:{port}"),
+    )
+    assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+    serving = re.search(r"serving on (\S+) as job (\S+)", submitted.stdout)
+    assert serving is not None, submitted.stdout
+    address, job = serving.groups()
+    assert address.endswith(f":{port}")
+    assert not address.startswith("0.0.0.0")  # where clients find it, and not the wildcard
+    assert len(head.actors()) == 2
+
+    texts: list[str] = []
+
+    def read() -> None:
+        with Client(address) as client:
+            texts.extend(
+                event.text for event in client.generate([("user", "hello")], max_tokens=40, ignore_eos=True)
+            )
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    until_s = time.monotonic() + 30
+    while not texts and time.monotonic() < until_s:
+        time.sleep(0.01)
+    if head.token:
+        assert head.ask(f"/api/jobs/{job}/stop", "POST") == {"stopped": True}
+    else:
+        os.kill(head.driver(), signal.SIGTERM)
+    reader.join(timeout=30)
+    assert not reader.is_alive()
+    assert len("".join(texts)) > 0
+    over = wait_until_over(head, job)
+    if head.token:
+        assert over["status"] == "STOPPED"
+    else:
+        assert (over["status"], over["driver_exit_code"]) == ("SUCCEEDED", 0)
+    log = head.ask(f"/api/jobs/{job}/logs")["logs"]
+    assert "stopping; live requests get" in log
+    assert "Traceback" not in log
+    until_s = time.monotonic() + 15
+    while head.actors() and time.monotonic() < until_s:
+        time.sleep(0.1)
+    assert head.actors() == []
+
+
+def test_a_job_that_may_not_start_fails_with_its_reason(head: RayHead) -> None:
+    wrong = ("--listen", "127.0.0.1:0", "--pair", "nine")
+    if head.token:
+        failed = head.run("slipstream", "submit", "--address", head.dashboard, "--", *wrong)
+        assert re.search(r"Error: job \S+ failed: .*target path nine does not exist", failed.stderr), failed
+    else:
+        submit = ("ray", "job", "submit", "--address", head.dashboard, "--working-dir", ".", "--")
+        failed = head.run(*submit, "python", "-m", "cluster", "serve", *wrong)
+        assert "target path nine does not exist" in failed.stdout
+    assert failed.returncode == 1
+    assert "Traceback" not in failed.stdout + failed.stderr
+
+
+def test_a_client_without_the_clusters_token_is_told_what_to_set(head: RayHead) -> None:
+    if not head.token:
+        pytest.skip("only a cluster with tokens refuses")
+    refused = head.run(
+        "slipstream", "submit", "--address", head.dashboard, RAY_AUTH_MODE="disabled", RAY_AUTH_TOKEN=""
+    )
+    assert refused.returncode == 1, refused
+    assert "RAY_AUTH_MODE=token" in refused.stderr
+    assert "Traceback" not in refused.stderr
