@@ -1,0 +1,125 @@
+"""The engine thread with a transfer thread beside it: woken when a transfer ends, told when a peer is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+
+from kvmanager.ids import RequestId, WorkerEpoch
+from tests.workers.split_pair import config
+from transceiver.endpoint import Identity
+from transceiver.loopback import LoopbackHub, LoopbackTransport
+from transceiver.port import TransferPort
+from transceiver.pump import Pump
+from transceiver.wire import Fingerprint, Pools
+from workers import host as host_module
+from workers.assembly import Models, build
+from workers.errors import PeerUnknown
+from workers.host import EngineHost
+from workers.request import PrefillRequest, ReserveRequest, Role, SamplingParams, TokenFrame
+
+SAMPLING = SamplingParams(max_tokens=6, ignore_eos=True)
+PROMPT = tuple(n % 11 for n in range(40))
+
+
+@dataclass
+class Hosts:
+    """A context and a generation host of one process, over loopback."""
+
+    models: Models
+    hub: LoopbackHub = field(default_factory=LoopbackHub)
+    frames: list[TokenFrame] = field(default_factory=list)
+    running: list[EngineHost] = field(default_factory=list)
+
+    def _port(self, epoch: WorkerEpoch, role: str, print_: Fingerprint, pools: Pools) -> TransferPort:
+        return Pump(Identity(epoch, role, print_), pools, lambda: LoopbackTransport(self.hub, epoch, pools))
+
+    def start(self, role: Role) -> EngineHost:
+        made = msgspec.structs.replace(config(role), dtype="float64", max_seq_len=96)
+        host = EngineHost(build(made, self.models, self._port), num_threads=1)
+        host.set_frame_sink(self.frames.append)
+        host.start()
+        self.running.append(host)
+        return host
+
+    def tokens(self, request_id: str) -> list[int]:
+        outputs = [output for frame in self.frames for output in frame.outputs]
+        return [t for output in outputs if output.request_id == request_id for t in output.token_ids]
+
+
+@pytest.fixture
+def hosts(random_models: Models) -> Iterator[Hosts]:
+    made = Hosts(random_models)
+    yield made
+    for host in made.running:
+        host.stop()
+
+
+async def answer(name: str, context: EngineHost, generation: EngineHost) -> None:
+    request_id = RequestId(name)
+    reservation = await generation.reserve(
+        ReserveRequest(request_id=request_id, num_prompt_tokens=len(PROMPT), sampling=SAMPLING, ttl_s=20.0)
+    )
+    await context.prefill(
+        PrefillRequest(
+            request_id=request_id,
+            prompt_token_ids=PROMPT,
+            sampling=SAMPLING,
+            reservation=reservation,
+            ttl_s=20.0,
+        )
+    )
+
+
+async def test_an_engine_that_waits_for_a_transfer_is_woken_by_its_end(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An idle engine looks around every few seconds here; only the transfer thread can wake it in time."""
+    monkeypatch.setattr(host_module, "_IDLE_WAIT_S", 30.0)
+    context, generation = hosts.start("context"), hosts.start("generation")
+    context.connect(generation.facts.hello)
+    began_s = time.monotonic()
+    async with asyncio.timeout(15):
+        await answer("a", context, generation)
+        while len(hosts.tokens("a")) < 6:
+            await asyncio.sleep(0.01)
+    assert time.monotonic() - began_s < 15
+
+
+async def test_a_disconnected_peer_is_unknown_until_it_shakes_hands_again(hosts: Hosts) -> None:
+    context, generation = hosts.start("context"), hosts.start("generation")
+    epoch = context.connect(generation.facts.hello)
+    await answer("a", context, generation)
+    context.disconnect(epoch)
+    context.disconnect(epoch)
+    context.disconnect(WorkerEpoch("stranger"))
+    with pytest.raises(PeerUnknown):
+        await answer("b", context, generation)
+    generation.cancel(RequestId("b"))
+    assert context.connect(generation.facts.hello) == epoch
+    await answer("c", context, generation)
+
+
+async def test_a_restarted_peer_serves_the_next_request_and_the_survivor_stays(hosts: Hosts) -> None:
+    """S20: nobody restarts the context worker; the new generation worker has a new epoch."""
+    context, first = hosts.start("context"), hosts.start("generation")
+    context.connect(first.facts.hello)
+    await answer("a", context, first)
+    async with asyncio.timeout(15):
+        while len(hosts.tokens("a")) < 6:
+            await asyncio.sleep(0.01)
+    hosts.hub.crash(first.facts.epoch)
+    context.disconnect(first.facts.epoch)
+    second = hosts.start("generation")
+    assert context.connect(second.facts.hello) != first.facts.epoch
+    async with asyncio.timeout(15):
+        await answer("b", context, second)
+        while len(hosts.tokens("b")) < 6:
+            await asyncio.sleep(0.01)
+    assert hosts.tokens("b") == hosts.tokens("a")
+    await asyncio.wrap_future(context.check())
