@@ -172,10 +172,10 @@ class LocalCluster:
             counts[role] = number + 1
             self._roles[f"{role}-{number}"] = role
         placed = await self._place()
-        actor_class = self._ray.remote(WorkerActor).options(num_cpus=0, max_restarts=0, max_task_retries=0)
+        actor_class = self._ray.remote(WorkerActor)
         for name, role in self._roles.items():
             config = msgspec.msgpack.encode(self.config.worker_config(role))
-            options = placed.get(name, {})
+            options = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0, **placed.get(name, {})}
             self._actors[name] = actor_class.options(**options).remote(config, self._host_factory)
 
     async def _place(self) -> dict[str, dict[str, Any]]:
