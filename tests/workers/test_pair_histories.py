@@ -50,9 +50,12 @@ class Ask:
 
 @dataclass(frozen=True)
 class Cancel:
-    request: int
+    """`back`: 0 is the request asked last. `instead`: what comes at once, and gets the pages if they are free."""
+
+    back: int
     context: bool
     generation: bool
+    instead: Ask | None = None
 
 
 @dataclass(frozen=True)
@@ -99,8 +102,9 @@ asks = st.builds(
 happenings: st.SearchStrategy[Happening] = st.one_of(
     asks,
     asks,
-    st.builds(Wait, st.integers(1, 25)),
-    st.builds(Cancel, st.integers(0, 9), st.booleans(), st.booleans()),
+    st.builds(Wait, st.one_of(st.integers(1, 6), st.integers(1, 25))),
+    st.builds(Cancel, st.integers(0, 3), st.booleans(), st.booleans()),
+    st.builds(Cancel, st.integers(0, 1), st.booleans(), st.just(True), asks),
     st.builds(Restart, roles, st.booleans()),
     st.builds(Stall, roles, st.integers(1, 120)),
 )
@@ -109,7 +113,7 @@ links = st.builds(
     loss=st.sampled_from([0.0, 0.0, 0.1, 0.5]),
     duplication=st.sampled_from([0.0, 0.3]),
     max_delay_s=st.sampled_from([0.0, 0.03, 0.2]),
-    max_write_delay_s=st.sampled_from([0.0, 0.03, 0.3]),
+    max_write_delay_s=st.sampled_from([0.0, 0.03, 0.3, 1.0]),
     write_failure=st.sampled_from([0.0, 0.0, 0.2]),
 )
 
@@ -169,13 +173,15 @@ class History:
                 self._ask(happening)
             case Wait(ticks):
                 self._tick(ticks)
-            case Cancel(request, context, generation):
-                if request < len(self._asked):
-                    request_id = self._asked[request][0]
+            case Cancel(back, context, generation, instead):
+                if back < len(self._asked):
+                    request_id = self._asked[-1 - back][0]
                     if context:
                         self.pair.context.cancel(request_id)
                     if generation:
                         self.pair.generation.cancel(request_id)
+                if instead is not None:
+                    self._ask(instead)
             case Restart(role, told):
                 self._stalled[role] = 0
                 self.pair.restart(role, told=told)
