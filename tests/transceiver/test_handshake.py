@@ -76,7 +76,9 @@ DIFFERENCES = [
 
 
 @pytest.mark.parametrize(("theirs", "words"), DIFFERENCES)
-def test_a_difference_is_refused_naming_both_values(theirs: Fingerprint, words: str) -> None:
+def test_s61_a_difference_in_models_or_kv_is_refused_naming_both_values(
+    theirs: Fingerprint, words: str
+) -> None:
     hub = LoopbackHub()
     here, peer = SmallWorker.on(hub, "here"), SmallWorker.on(hub, "peer", fingerprint=theirs)
     with pytest.raises(HandshakeRefused) as refused:

@@ -232,7 +232,7 @@ def test_the_transport_is_read_from_ucxs_own_report() -> None:
     assert chosen_transport([]) == "unknown"
 
 
-def test_the_self_test_measures_a_link_and_refuses_one_under_the_floor() -> None:
-    """S65: the refusal names the transport that UCX chose."""
+def test_s65_the_self_test_names_the_transport_and_refuses_a_link_under_the_floor() -> None:
+    """UCX falls back to TCP in silence; the refusal names what it chose."""
     with pytest.raises(SelfTestFailed, match=r"GB/s over (?!unknown).*; the floor is 1000000.00 GB/s"):
         selftest.run(num_bytes=1 << 20, floor_gigabytes_per_s=1e6)
