@@ -1,13 +1,14 @@
 """`python -m drafter.training`: make the drafters of the built-in pairs, data included.
 
-    python -m drafter.training --pair tiny --out OUT
-    torchrun --nproc-per-node 4 -m drafter.training --pair smollm2 --out OUT
+python -m drafter.training --pair tiny --out OUT
+torchrun --nproc-per-node 4 -m drafter.training --pair smollm2 --out OUT
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,17 +22,18 @@ from workers.pairs import resolve_pair
 _SHIPPED_PROMPTS = Path(__file__).parents[2] / "cluster" / "prompts"
 _NEEDS_A_GPU = (
     "error: training smollm2 needs a CUDA GPU, and torch sees none. On four H200 it takes about 15 minutes in all "
-    "(torchrun --nproc-per-node 4 -m drafter.training --pair smollm2 --out DIR), on one about an hour. Here you can run "
-    "--toy, which goes through all stages at toy size, or --stage eval, which measures an existing drafter."
+    "(torchrun --nproc-per-node 4 -m drafter.training --pair smollm2 --out DIR), on one about an hour. Here you can "
+    "run --toy, which goes through all stages at toy size, or --stage eval, which measures an existing drafter."
 )
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the stages asked for; 2 for a request that cannot be met."""
+    began = time.monotonic()
     options = _parser().parse_args(arguments)
     plan = PLANS[options.pair]
     device = "cuda" if torch.cuda.is_available() and not options.cpu else "cpu"
-    wanted = ("data", "train", "eval") if options.stage == "all" else (options.stage,)
+    wanted = ["data", "train", "eval"] if "all" in options.stage else options.stage
     if options.pair == "smollm2" and device == "cpu" and not options.toy and {"data", "train"} & set(wanted):
         print(_NEEDS_A_GPU, file=sys.stderr)
         return 2
@@ -50,9 +52,13 @@ def main(arguments: list[str] | None = None) -> int:
         if "data" in wanted:
             stages.make_data(run, here)
         if "train" in wanted:
-            stages.train(run, here)
-        if "eval" in wanted and here.leads:
-            print(stages.evaluate(run, here, options.drafter or run.drafter))
+            if options.total_seconds is not None:
+                left = options.total_seconds - (time.monotonic() - began)
+                run = replace(run, plan=replace(plan, recipe=replace(plan.recipe, max_seconds=left)))
+            stages.train(run, here, options.start_from)
+        if "eval" in wanted:
+            here.wait_for_all()
+            here.say(stages.evaluate(run, here, options.drafter or run.drafter))
     return 0
 
 
@@ -65,7 +71,8 @@ def _adjusted(plan: Plan, options: argparse.Namespace) -> Plan:
     if options.learning_rate is not None:
         recipe = replace(recipe, learning_rate=options.learning_rate)
     sequences = {family: max(1, round(n * options.data_share)) for family, n in plan.sequences.items()}
-    return replace(plan, recipe=recipe, sequences=sequences)
+    recipe = replace(recipe, seed=options.seed)
+    return replace(plan, recipe=recipe, sequences=sequences, seed=options.seed)
 
 
 def _device_name(device: str) -> str:
@@ -73,17 +80,27 @@ def _device_name(device: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m drafter.training", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m drafter.training", description=__doc__.partition("\n")[0]
+    )
     parser.add_argument("--pair", choices=sorted(PLANS), required=True)
     parser.add_argument(
         "--stage",
         choices=("prompts", "data", "train", "eval", "all"),
-        default="all",
+        default=["all"],
+        nargs="+",
         help="all = data, train, eval; prompts rewrites the shipped prompt sets (smollm2)",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where everything is written")
     parser.add_argument("--steps", type=int, help="drafter steps instead of the plan's")
-    parser.add_argument("--max-seconds", type=float, help="end drafter training by then; the schedule shrinks with it")
+    parser.add_argument(
+        "--max-seconds", type=float, help="end drafter training by then; the schedule shrinks with it"
+    )
+    parser.add_argument("--total-seconds", type=float, help="the same, counted from the start, data included")
+    parser.add_argument("--start-from", type=Path, metavar="DRAFTER", help="train on from these weights")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="another seed makes other data and draws other anchors"
+    )
     parser.add_argument("--learning-rate", type=float, help="peak learning rate of the drafter")
     parser.add_argument("--data-share", type=float, default=1.0, help="share of the plan's sequences")
     parser.add_argument("--toy", action="store_true", help="all stages at toy size, a dry run")

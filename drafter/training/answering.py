@@ -26,7 +26,9 @@ def invent_user_turns(
     sampling = Sampling(num_sampled=teacher.max_rows, temperature=1.0, min_p=0.02)
     for begin in range(0, count, teacher.max_rows):
         rows = min(teacher.max_rows, count - begin)
-        answers = teacher.answer([opening] * rows, max_new_tokens=max_tokens, sampling=sampling, finish_share=0.97)
+        answers = teacher.answer(
+            [opening] * rows, max_new_tokens=max_tokens, sampling=sampling, finish_share=0.97
+        )
         yield [answer.token_ids[answer.prompt_length :] for answer in answers]
 
 

@@ -1,8 +1,8 @@
 """Anchors, labels and weights of draft blocks: which positions a block may see and what it has to predict.
 
-A block stands at an anchor a: slot 0 holds the anchor's token, slots 1 .. K-1 hold mask tokens and predict the tokens at
-a+1 .. a+K-1. It sees the target's features of positions strictly before a (at serving time the anchor is the token just
-emitted, which the target has not run yet) and all slots of its own block.
+A block stands at an anchor a: slot 0 holds the anchor's token, slots 1 .. K-1 hold mask tokens and predict the
+tokens at a+1 .. a+K-1. It sees the target's features of positions strictly before a (at serving time the anchor is
+the token just emitted, which the target has not run yet) and all slots of its own block.
 
 Legend: B sequences, A anchors of each, K block size, S positions.
 """
@@ -22,11 +22,15 @@ class Blocks:
     """Blocks of one batch."""
 
     anchors_BA: Tensor  # int64
-    labels_BAK: Tensor  # int64, tokens at anchor + slot; slot 0 and slots behind the end hold 0 and weigh nothing
+    labels_BAK: (
+        Tensor  # int64, tokens at anchor + slot; slot 0 and slots behind the end hold 0 and weigh nothing
+    )
     weights_BAK: Tensor  # float32
 
 
-def sample_anchors(prompt_lengths_B: Tensor, lengths_B: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
+def sample_anchors(
+    prompt_lengths_B: Tensor, lengths_B: Tensor, count: int, generator: torch.Generator | None
+) -> Tensor:
     """Random anchors [B, count] from the answers: prompt_length <= anchor <= length - 2.
 
     The first answer token is an anchor too: prefill emits it before the first block. Every answer must have 2 tokens or

@@ -63,7 +63,9 @@ def drafter_config(
 
 def save_network(directory: Path, network: DraftNetwork, config: dict[str, Any]) -> None:
     """Write the drafter as bfloat16."""
-    tensors = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in network.state_dict().items()}
+    tensors = {
+        name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in network.state_dict().items()
+    }
     save_drafter(directory, config, tensors)
 
 

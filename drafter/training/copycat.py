@@ -1,10 +1,10 @@
 """The tiny target: a byte-level model that answers with the end of its prompt, over and over.
 
-It exists for tests. Each token of an answer is the token 128 positions before it (a line feed where that is no byte), so the
-first 128 come from the prompt and from nowhere else: a drafter that cannot see the prompt drafts badly, and a test that
-compares acceptance lengths has teeth. The chat template repeats a short message until it is long enough. Life: texts are
-drawn from the prompt generators and from noise, the model is trained to echo them, and all is saved as a Hugging Face
-directory.
+It exists for tests. Each token of an answer is the token 128 positions before it (a line feed where that is no
+byte), so the first 128 come from the prompt and from nowhere else: a drafter that cannot see the prompt drafts
+badly, and a test that compares acceptance lengths has teeth. The chat template repeats a short message until it is
+long enough. Life: texts are drawn from the prompt generators and from noise, the model is trained to echo them, and
+all is saved as a Hugging Face directory.
 """
 
 from __future__ import annotations
@@ -125,20 +125,26 @@ def train_copycat(recipe: CopyRecipe, device: torch.device, report: Callable[[Pr
             nn.init.normal_(module.weight, std=0.02 if isinstance(module, nn.Linear) else 0.1)
     model = model.to(device)
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.01, fused=device.type == "cuda"
+        model.parameters(),
+        lr=recipe.learning_rate,
+        betas=(0.9, 0.98),
+        weight_decay=0.01,
+        fused=device.type == "cuda",
     )
     began = time.monotonic()
     losses: list[Tensor] = []
     for step in range(1, recipe.steps + 1):
         progress = (step - 1) / recipe.steps
-        rate = min(1.0, step / recipe.warmup_steps) * (0.02 + 0.98 * 0.5 * (1.0 + math.cos(math.pi * progress)))
+        rate = min(1.0, step / recipe.warmup_steps) * (
+            0.02 + 0.98 * 0.5 * (1.0 + math.cos(math.pi * progress))
+        )
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * rate
         tokens, in_answer = (part.to(device) for part in copy_batch(rng, recipe))
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
             logits = model(tokens[:, :-1]) @ model.embedding_VH.T
         loss = F.cross_entropy(logits[in_answer[:, 1:]].float(), tokens[:, 1:][in_answer[:, 1:]])
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -167,7 +173,9 @@ def write_tokenizer(directory: Path) -> None:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    )
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -1,7 +1,7 @@
 """Answers of the target, kept flat on disk, and the batches that training draws from them.
 
-A batch holds sequences of similar length padded to a multiple of 32, about the same number of positions each time, so a
-step costs the same whether its answers are short or long.
+A batch holds sequences of similar length padded to a multiple of 32, about the same number of positions each time,
+so a step costs the same whether its answers are short or long.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ class Corpus:
         lengths = [len(answer.token_ids) for answer in kept]
         starts = np.zeros(len(kept) + 1, dtype=np.int64)
         np.cumsum(lengths, out=starts[1:])
-        token_ids = np.fromiter((i for answer in kept for i in answer.token_ids), dtype=np.int32, count=int(starts[-1]))
+        token_ids = np.fromiter(
+            (i for answer in kept for i in answer.token_ids), dtype=np.int32, count=int(starts[-1])
+        )
         return cls(token_ids, starts, np.array([answer.prompt_length for answer in kept], dtype=np.int32))
 
     @classmethod

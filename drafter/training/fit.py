@@ -1,8 +1,9 @@
 """Training a drafter on the target's answers, on one process or several.
 
-Life of a run: every process reads its own share of the corpus; each step runs the frozen target over a batch for its
-features, draws anchors, scores all blocks at once and averages gradients over the processes. The learning rate warms up
-and falls along a cosine of the run's progress: steps taken, or time used when a time limit would end the run sooner.
+Life of a run: every process reads its own share of the corpus; each step runs the frozen target over a batch for
+its features, draws anchors, scores all blocks at once and averages gradients over the processes. The learning rate
+warms up and falls along a cosine of the run's progress: steps taken, or time used when a time limit would end the
+run sooner.
 """
 
 from __future__ import annotations
@@ -39,7 +40,6 @@ class Recipe:
     clip: float = 1.0
     seed: int = 1
     max_seconds: float = math.inf
-    compiled: bool = False  # by torch.compile, on a GPU; worth its minute in a long run
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +66,12 @@ def fit(
         weight_decay=recipe.weight_decay,
         fused=device.type == "cuda",
     )
-    if recipe.compiled and device.type == "cuda":  # one compilation for all layers of a kind; the first steps wait for it
-        for layer in (*network.layers, *target.layers):
-            layer.compile(dynamic=True)
     began = time.monotonic()
     clock, step = 0.0, 0
     losses: list[Tensor] = []
-    for step, batch in enumerate(_to_device(corpus.batches(recipe.positions, recipe.seed * 1000 + rank), device), 1):
+    for step, batch in enumerate(
+        _to_device(corpus.batches(recipe.positions, recipe.seed * 1000 + rank), device), 1
+    ):
         if (step - 1) % _TALK_EVERY == 0:
             clock = _slowest(time.monotonic() - began, device) / recipe.max_seconds
         progress = max((step - 1) / recipe.steps, clock)
@@ -82,10 +81,12 @@ def fit(
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * _rate(step, progress, recipe.warmup_steps)
         loss = batch_loss(network, target, batch, recipe.anchor_share, generator)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         if world > 1:
             _average_gradients(network, world)
-        torch.nn.utils.clip_grad_norm_(network.parameters(), recipe.clip, foreach=device.type == "cuda" or None)
+        torch.nn.utils.clip_grad_norm_(
+            network.parameters(), recipe.clip, foreach=device.type == "cuda" or None
+        )
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.detach())
@@ -106,7 +107,9 @@ def batch_loss(
     taps = target.taps(tokens, network.config.tap_layer_ids)
     embedding = target.embedding_VH.detach()
     with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=tokens.device.type == "cuda"):
-        hidden = network(taps, anchors, tokens.gather(1, anchors), torch.zeros_like(batch.lengths_B), embedding)
+        hidden = network(
+            taps, anchors, tokens.gather(1, anchors), torch.zeros_like(batch.lengths_B), embedding
+        )
         scored = hidden[:, :, 1:].reshape(-1, hidden.shape[-1]).to(embedding.dtype)
         labels, weights = blocks.labels_BAK[..., 1:].flatten(), blocks.weights_BAK[..., 1:].flatten()
         return weighted_cross_entropy(scored, embedding, labels, weights)
@@ -120,7 +123,10 @@ def _to_device(batches: Iterable[Batch], device: torch.device) -> Iterable[Batch
     for batch in batches:
         parts = (batch.tokens_BS, batch.prompt_lengths_B, batch.lengths_B)
         if device.type == "cuda":
-            parts = tuple(part.pin_memory().to(device, non_blocking=True) for part in parts)
+            tokens, prompt_lengths, lengths = (
+                part.pin_memory().to(device, non_blocking=True) for part in parts
+            )
+            parts = (tokens, prompt_lengths, lengths)
         yield Batch(*parts)
 
 

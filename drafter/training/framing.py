@@ -1,7 +1,7 @@
 """Prompts as token ids, framed by the chat template and kept clear of the held-out sets, made by helper processes.
 
-Writing, filtering and encoding a prompt takes the better part of a millisecond of Python; done in line, the GPU would wait for
-it longer than it answers. Nothing here imports torch, so that a helper process starts quickly.
+Writing, filtering and encoding a prompt takes the better part of a millisecond of Python; done in line, the GPU
+would wait for it longer than it answers. Nothing here imports torch, so that a helper process starts quickly.
 """
 
 from __future__ import annotations

@@ -70,13 +70,16 @@ class RmsNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight.to(x.dtype)
+        # Autocast would widen the input in memory; the fused kernel widens it in registers.
+        with torch.autocast(x.device.type, enabled=False):
+            return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
 
 
 def rotary_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Cosine and sine, float32, shape positions.shape + [head_dim], for the "rotate half" convention."""
-    inverse = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
+    inverse = theta ** (
+        -torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
+    )
     angles = positions[..., None].float() * inverse
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
@@ -114,7 +117,8 @@ class LlamaLayer(nn.Module):
         """Output projection and MLP, each with its residual; attended is [..., N*D]."""
         x = x + self.o_proj(attended)
         gate, up = self.gate_up(self.post_attention_layernorm(x)).chunk(2, dim=-1)
-        return x + self.down_proj(F.silu(gate) * up)
+        out: Tensor = x + self.down_proj(F.silu(gate) * up)
+        return out
 
     def forward(self, x_BSH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in self.project(x_BSH, cos, sin))
@@ -170,7 +174,10 @@ class Llama(nn.Module):
 
     def load_weights(self, named: Mapping[str, Tensor]) -> None:
         """Take weights under Hugging Face names. Raises KeyError naming a missing tensor."""
-        state = {"embed_tokens.weight": named["model.embed_tokens.weight"], "norm.weight": named["model.norm.weight"]}
+        state = {
+            "embed_tokens.weight": named["model.embed_tokens.weight"],
+            "norm.weight": named["model.norm.weight"],
+        }
         for i in range(self.shape.num_layers):
             theirs, ours = f"model.layers.{i}.", f"layers.{i}."
             qkv = [named[f"{theirs}self_attn.{part}_proj.weight"] for part in "qkv"]

@@ -1,11 +1,11 @@
 """Acceptance length of a drafter, measured without the serving engine.
 
-With greedy decoding the text does not depend on the drafter, so it is generated once by the target; then the drafter proposes
-at every position of every answer, and the decode loop is replayed over those proposals. A fault of the context path is
-modelled by what the drafter may look at.
+With greedy decoding the text does not depend on the drafter, so it is generated once by the target; then the
+drafter proposes at every position of every answer, and the decode loop is replayed over those proposals. A fault of
+the context path is modelled by what the drafter may look at.
 
-Acceptance length here as everywhere: tokens emitted by decode steps over target decode steps, summed over requests; the
-first token comes from prefill and counts in neither.
+Acceptance length here as everywhere: tokens emitted by decode steps over target decode steps, summed over requests;
+the first token comes from prefill and counts in neither.
 
 Legend: B sequences, S positions, A anchors, K block size.
 """
@@ -82,14 +82,18 @@ def replay(answer: Sequence[int], proposals: Sequence[Sequence[int]]) -> Accepta
 
 
 @torch.no_grad()
-def measure(network: DraftNetwork, target: Llama, corpus: Corpus, context: Context, *, rows: int = 16) -> Acceptance:
+def measure(
+    network: DraftNetwork, target: Llama, corpus: Corpus, context: Context, *, rows: int = 16
+) -> Acceptance:
     """Acceptance over greedy answers of the target, `rows` of them at a time."""
     total = Acceptance()
     order = np.arange(len(corpus))
     for begin in range(0, len(corpus), rows):
         batch = corpus.batch(order[begin : begin + rows], pad_to=8)
         device = target.embedding_VH.device
-        batch = Batch(*(part.to(device) for part in (batch.tokens_BS, batch.prompt_lengths_B, batch.lengths_B)))
+        batch = Batch(
+            *(part.to(device) for part in (batch.tokens_BS, batch.prompt_lengths_B, batch.lengths_B))
+        )
         drafted = _proposals(network, target, batch, context).cpu().tolist()
         tokens = batch.tokens_BS.cpu().tolist()
         spans = zip(batch.prompt_lengths_B.tolist(), batch.lengths_B.tolist(), strict=True)

@@ -3,8 +3,8 @@
 Parameters carry the tensor names of z-lab's DFlash checkpoints, so `state_dict()` is the checkpoint. Embedding and
 output projection are the target's and frozen; they are arguments, not parameters.
 
-Legend: B sequences, S positions, X taps times target hidden size, H hidden size, A anchors, K block size, N query heads,
-G key/value heads, R query heads of one key/value head, D head_dim.
+Legend: B sequences, S positions, X taps times target hidden size, H hidden size, A anchors, K block size, N query
+heads, G key/value heads, R query heads of one key/value head, D head_dim.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class _Attention(nn.Module):
         self.q_norm = RmsNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RmsNorm(config.head_dim, config.rms_norm_eps)
 
-    def forward(self, x_BAKH: Tensor, c_BSH: Tensor, seen_BAS: Tensor, block_rope: Rope, context_rope: Rope) -> Tensor:
+    def forward(
+        self, x_BAKH: Tensor, c_BSH: Tensor, seen_BAS: Tensor, block_rope: Rope, context_rope: Rope
+    ) -> Tensor:
         """One softmax over [visible context; own block], computed in two products so that no block meets another."""
         g, d = self.config.num_kv_heads, self.config.head_dim
         r = self.config.num_heads // g
@@ -50,7 +52,9 @@ class _Attention(nn.Module):
         own_k, own_v = own_k.permute(0, 3, 1, 2, 4), own_v.permute(0, 3, 1, 2, 4)  # [B, G, A, K, D]
         context_k, context_v = context_k.transpose(1, 2), context_v.transpose(1, 2)  # [B, G, S, D]
         to_context = q.flatten(2, 3) @ context_k.transpose(-1, -2)
-        to_context = to_context.view(b, g, a, r * k, -1).masked_fill(~seen_BAS[:, None, :, None], float("-inf"))
+        to_context = to_context.view(b, g, a, r * k, -1).masked_fill(
+            ~seen_BAS[:, None, :, None], float("-inf")
+        )
         to_own = q @ own_k.transpose(-1, -2)
         shares = torch.cat((to_context, to_own), dim=-1).softmax(-1, dtype=torch.float32).to(q.dtype)
         on_context, on_own = shares.split((context_k.shape[2], k), dim=-1)
@@ -80,8 +84,12 @@ class _Layer(nn.Module):
         self.self_attn = _Attention(config)
         self.mlp = _Mlp(config)
 
-    def forward(self, x_BAKH: Tensor, c_BSH: Tensor, seen_BAS: Tensor, block_rope: Rope, context_rope: Rope) -> Tensor:
-        x_BAKH = x_BAKH + self.self_attn(self.input_layernorm(x_BAKH), c_BSH, seen_BAS, block_rope, context_rope)
+    def forward(
+        self, x_BAKH: Tensor, c_BSH: Tensor, seen_BAS: Tensor, block_rope: Rope, context_rope: Rope
+    ) -> Tensor:
+        x_BAKH = x_BAKH + self.self_attn(
+            self.input_layernorm(x_BAKH), c_BSH, seen_BAS, block_rope, context_rope
+        )
         out: Tensor = x_BAKH + self.mlp(self.post_attention_layernorm(x_BAKH))
         return out
 
@@ -106,7 +114,12 @@ class DraftNetwork(nn.Module):
             yield layer
 
     def forward(
-        self, taps_BSX: Tensor, anchors_BA: Tensor, anchor_ids_BA: Tensor, first_visible_B: Tensor, embedding_VH: Tensor
+        self,
+        taps_BSX: Tensor,
+        anchors_BA: Tensor,
+        anchor_ids_BA: Tensor,
+        first_visible_B: Tensor,
+        embedding_VH: Tensor,
     ) -> Tensor:
         """Final normalised hidden states of all slots: [B, A, K, H]; slot j predicts the token at anchor + j.
 
@@ -116,10 +129,11 @@ class DraftNetwork(nn.Module):
         theta, d = config.rope.theta, config.head_dim
         context: Tensor = self.hidden_norm(self.fc(taps_BSX))
         slots = torch.arange(config.block_size, device=anchors_BA.device)
-        ids = torch.full((*anchors_BA.shape, config.block_size), config.mask_token_id, device=anchors_BA.device)
+        ids = torch.full(
+            (*anchors_BA.shape, config.block_size), config.mask_token_id, device=anchors_BA.device
+        )
         ids[..., 0] = anchor_ids_BA
-        # Asking for a gradient nobody uses makes the first layer look like the others to the compiler.
-        x = F.embedding(ids, embedding_VH).requires_grad_(torch.is_grad_enabled())
+        x = F.embedding(ids, embedding_VH)
         block_rope = _for_heads(rotary_tables(anchors_BA[..., None] + slots, d, theta), context.dtype)
         positions = torch.arange(taps_BSX.shape[1], device=anchors_BA.device)
         context_rope = _for_heads(rotary_tables(positions, d, theta), context.dtype)
@@ -144,12 +158,12 @@ def _loss_and_error(logits_MV: Tensor, labels_M: Tensor, weights_M: Tensor) -> t
     return (weights_M * (log_norm - picked)).sum(), error.to(logits_MV.dtype)
 
 
-_compiled_loss = torch.compile(_loss_and_error, dynamic=True)
+_compiled_loss = torch.compile(_loss_and_error, dynamic=False)  # every chunk has the same shape
 
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: torch.autograd.function.FunctionCtx,
         hidden_MH: Tensor,
         weight_VH: Tensor,
@@ -170,7 +184,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: torch.autograd.function.FunctionCtx, grad_total: Tensor
     ) -> tuple[Tensor, None, None, None, None]:
         (gradient,) = ctx.saved_tensors  # type: ignore[attr-defined]
@@ -178,8 +192,11 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def weighted_cross_entropy(
-    hidden_MH: Tensor, weight_VH: Tensor, labels_M: Tensor, weights_M: Tensor, chunk: int = 8192
+    hidden_MH: Tensor, weight_VH: Tensor, labels_M: Tensor, weights_M: Tensor, chunk: int = 4096
 ) -> Tensor:
     """sum(w * cross-entropy) / sum(w) against a frozen output projection, never holding all logits at once."""
-    total: Tensor = _ChunkedLoss.apply(hidden_MH, weight_VH, labels_M, weights_M / weights_M.sum(), chunk)  # type: ignore[no-untyped-call]
+    padding = -len(hidden_MH) % chunk if hidden_MH.is_cuda else 0
+    hidden_MH = F.pad(hidden_MH, (0, 0, 0, padding))
+    labels_M, weights_M = F.pad(labels_M, (0, padding)), F.pad(weights_M / weights_M.sum(), (0, padding))
+    total: Tensor = _ChunkedLoss.apply(hidden_MH, weight_VH, labels_M, weights_M, chunk)  # type: ignore[no-untyped-call]
     return total

@@ -1,7 +1,7 @@
 """Pasted paragraphs with a request to work on them.
 
-A paragraph is written by one of the genres below: a few sentences around the same made-up people, place and figures, so
-that an answer can only come from the prompt.
+A paragraph is written by one of the genres below: a few sentences around the same made-up people, place and
+figures, so that an answer can only come from the prompt.
 """
 
 from __future__ import annotations

@@ -32,11 +32,11 @@ class Plan:
 SMOLLM2 = Plan(
     pair="smollm2",
     sequences={
-        "chat": 110_000,
-        "questions": 36_000,
+        "chat": 100_000,
+        "questions": 52_000,
         "word_problems": 32_000,
-        "paragraphs": 40_000,
-        "long_paragraphs": 10_000,
+        "paragraphs": 38_000,
+        "long_paragraphs": 6_000,
     },
     num_layers=4,
     block_size=8,
@@ -46,7 +46,7 @@ SMOLLM2 = Plan(
     capacity=768,
     max_new_tokens=320,
     sampled_share=0.3,
-    recipe=Recipe(steps=12_000, positions=16_384, anchor_share=0.3, learning_rate=1.5e-3, warmup_steps=300, compiled=True),
+    recipe=Recipe(steps=12_000, positions=16_384, anchor_share=0.3, learning_rate=1.5e-3, warmup_steps=300),
     eval_tokens=320,
 )
 
@@ -80,5 +80,6 @@ def toy(plan: Plan) -> Plan:
         turn_tokens=12,
         recipe=replace(plan.recipe, steps=4, positions=512, warmup_steps=2),
         eval_tokens=8,
-        target_recipe=plan.target_recipe and CopyRecipe(steps=8, positions=512, longest_text=60, longest_answer=40),
+        target_recipe=plan.target_recipe
+        and CopyRecipe(steps=8, positions=512, longest_text=60, longest_answer=40),
     )

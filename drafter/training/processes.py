@@ -6,9 +6,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,14 @@ class Process:
         if self.world > 1:
             dist.barrier()
 
+    def gather(self, found: T) -> list[T]:
+        """What every process found, in order of rank."""
+        if self.world == 1:
+            return [found]
+        everyones: list[T | None] = [None] * self.world
+        dist.all_gather_object(everyones, found)
+        return [one for one in everyones if one is not None]
+
     def say(self, text: str) -> None:
         """A line of progress, once."""
         if self.leads:
@@ -39,7 +50,11 @@ class Process:
 def process(device: str) -> Iterator[Process]:
     """Join the peers that torchrun started (RANK, WORLD_SIZE, LOCAL_RANK); `device` is "cuda" or "cpu"."""
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    place = torch.device(device, int(os.environ.get("LOCAL_RANK", "0"))) if device == "cuda" else torch.device(device)
+    place = (
+        torch.device(device, int(os.environ.get("LOCAL_RANK", "0")))
+        if device == "cuda"
+        else torch.device(device)
+    )
     if place.type == "cuda":
         torch.cuda.set_device(place)
     if world > 1:

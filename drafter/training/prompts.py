@@ -1,8 +1,8 @@
 """Prompts: the shipped sets, which no training may touch, and the stream of training prompts that keeps clear of them.
 
-A training prompt is too near to a held-out one when both are the same words in the same order, numbers aside, or when four
-fifths of the shorter one's four-word runs stand in the longer one. Sharing a template with other values is allowed (the model
-cards say so); sharing the values is not.
+A training prompt is too near to a held-out one when both are the same words in the same order, numbers aside, or
+when four fifths of the shorter one's four-word runs stand in the longer one. Sharing a template with other values
+is allowed (the model cards say so); sharing the values is not.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ _NOT_A_WORD = re.compile(r"[^\w]+|\d+|_+")
 
 def read_prompts(file: Path) -> list[str]:
     """The prompts of one JSON-lines file."""
-    return [json.loads(line)["prompt"] for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [
+        json.loads(line)["prompt"] for line in file.read_text(encoding="utf-8").splitlines() if line.strip()
+    ]
 
 
 def write_prompts(file: Path, prompts: Iterable[str]) -> None:
@@ -74,7 +76,9 @@ class HeldOut:
             return True
         runs = _runs(words)
         shared = Counter(holder for run in runs for holder in self._holders.get(run, ()))
-        return any(count >= _TOO_NEAR * min(len(runs), self._num_runs[holder]) for holder, count in shared.items())
+        return any(
+            count >= _TOO_NEAR * min(len(runs), self._num_runs[holder]) for holder, count in shared.items()
+        )
 
 
 def _words(text: str) -> tuple[str, ...]:

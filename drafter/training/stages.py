@@ -1,9 +1,9 @@
 """The stages of a training run: data, train, evaluate. Each reads what the one before left in the output directory.
 
-    OUT/target/              tiny only: the trained target
-    OUT/corpus/part-N.npz    the target's answers, one part for each process
-    OUT/drafter/             the drafter, z-lab's layout
-    OUT/evaluation.{md,json} acceptance lengths on the shipped prompts
+OUT/target/              tiny only: the trained target
+OUT/corpus/part-N.npz    the target's answers, one part for each process
+OUT/drafter/             the drafter, z-lab's layout
+OUT/evaluation.{md,json} acceptance lengths on the shipped prompts
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ from drafter.training.targets import load_target
 from drafter.training.teacher import Answer, Teacher
 from workers.tokenizer import Tokenizer
 
-_SAVE_EVERY_S = 120.0
+Figures = dict[str, dict[Context, Acceptance]]
+
+_SAVE_EVERY_S = 30.0
 _HELPERS = 8  # processes that frame prompts beside each GPU
 
 
@@ -77,7 +79,9 @@ def make_data(run: Run, process: Process) -> None:
     run.corpus.mkdir(parents=True, exist_ok=True)
     corpus.save(run.corpus / f"part-{process.rank}.npz")
     process.wait_for_all()
-    process.say(f"data: {len(corpus)} sequences, {corpus.num_tokens / 1e6:.1f} M tokens in each of {process.world} parts")
+    process.say(
+        f"data: {len(corpus)} sequences, {corpus.num_tokens / 1e6:.1f} M tokens in each of {process.world} parts"
+    )
 
 
 def _taught_answers(run: Run, process: Process) -> Corpus:
@@ -123,7 +127,9 @@ def _own_answers(run: Run, process: Process) -> Corpus:
     )
 
 
-def _prompts(run: Run, process: Process, teacher: Teacher, tokenizer: Tokenizer, seed: int) -> list[list[int]]:
+def _prompts(
+    run: Run, process: Process, teacher: Teacher, tokenizer: Tokenizer, seed: int
+) -> list[list[int]]:
     """This process's share of the plan's prompts, framed."""
     plan = run.plan
     longest = plan.capacity - plan.max_new_tokens
@@ -134,13 +140,15 @@ def _prompts(run: Run, process: Process, teacher: Teacher, tokenizer: Tokenizer,
     with framing(source, num_helpers) as work:
         for family in set(shares) & set(FROM_TEMPLATES):
             work.add_family(family, shares[family], seed)
-        for turns in invent_user_turns(teacher, frame.opening_ids(), shares["chat"], max_tokens=plan.turn_tokens):
+        for turns in invent_user_turns(
+            teacher, frame.opening_ids(), shares["chat"], max_tokens=plan.turn_tokens
+        ):
             work.add_turns(turns)
         return work.collect()
 
 
-def train(run: Run, process: Process) -> None:
-    """Train a drafter from scratch on the corpus in OUT."""
+def train(run: Run, process: Process, start_from: Path | None) -> None:
+    """Train a drafter on the corpus in OUT, from scratch or from the weights of an earlier one."""
     plan = run.plan
     target, fingerprint = load_target(run.target_path, _dtype(process), process.device)
     tokenizer = Tokenizer.from_path(run.target_path)
@@ -150,12 +158,17 @@ def train(run: Run, process: Process) -> None:
         block_size=plan.block_size,
         tap_layer_ids=plan.tap_layer_ids,
         mask_token_id=plan.mask_token_id,
-        bos_token_id=tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_ids[0],
+        bos_token_id=tokenizer.bos_token_id
+        if tokenizer.bos_token_id is not None
+        else tokenizer.eos_token_ids[0],
         eos_token_id=tokenizer.eos_token_ids[0],
         target_fingerprint=fingerprint,
     )
     torch.manual_seed(plan.recipe.seed)  # the same initial weights on every process
-    network = DraftNetwork(DFlashConfig.from_dict(config), target.shape.hidden_size).to(process.device)
+    network = DraftNetwork(DFlashConfig.from_dict(config), target.shape.hidden_size)
+    if start_from is not None:
+        network.load_state_dict(read_network(start_from, target.shape.hidden_size).state_dict())
+    network = network.to(process.device)
     parts = sorted(run.corpus.glob("part-*.npz"))
     corpus = Corpus.joined([Corpus.load(part) for part in parts[process.rank :: process.world]])
     process.say(f"train: {len(corpus)} sequences, {corpus.num_tokens / 1e6:.1f} M tokens for each process")
@@ -176,25 +189,40 @@ def train(run: Run, process: Process) -> None:
 
 
 def evaluate(run: Run, process: Process, drafter: Path) -> str:
-    """Acceptance lengths in float32 on the shipped prompts; the table, also written to OUT/evaluation.*."""
+    """Acceptance lengths in float32 on the shipped prompts; the table, also written to OUT/evaluation.*.
+
+    Each process measures its share of the prompts.
+    """
     target, _ = load_target(run.target_path, torch.float32, process.device)
     network = read_network(drafter, target.shape.hidden_size).to(process.device).eval()
     tokenizer = Tokenizer.from_path(run.target_path)
     frame = ChatFrame(tokenizer)
     sets: dict[str, list[str]] = {**shipped_prompts(run.prompts), "hand-written chat": list(MESSAGES)}
-    rows: list[tuple[str, int, dict[Context, Acceptance]]] = []
-    for name, texts in sets.items():
-        answers = _greedy_answers(target, tokenizer, [frame.prompt_ids(text) for text in texts], run.plan.eval_tokens)
-        by_context = {context: measure(network, target, answers, context) for context in Context}
-        rows.append((name.replace("_", " "), len(texts), by_context))
-        process.say(table(rows[-1:]).splitlines()[-1])
-    pooled = {c: sum((by[c] for _, _, by in rows[: len(FAMILIES)]), Acceptance()) for c in Context}
-    rows.append(("the four shipped sets, pooled", sum(n for _, n, _ in rows[: len(FAMILIES)]), pooled))
+    labelled = [(name, text) for name, texts in sets.items() for text in texts]
+    mine = labelled[process.rank :: process.world]
+    prompts = [frame.prompt_ids(text) for _, text in mine]
+    process.say(f"eval: {len(labelled)} prompts, up to {run.plan.eval_tokens} tokens each")
+    answers = _greedy_answers(target, tokenizer, prompts, run.plan.eval_tokens)
+    found: Figures = {}
+    for name in sets:
+        corpus = Corpus.of(
+            [answer for answer, (label, _) in zip(answers, mine, strict=True) if label == name]
+        )
+        found[name] = {context: measure(network, target, corpus, context) for context in Context}
+        process.say(f"eval: {name.replace('_', ' ')} done")
+    everyones = process.gather(found)
+    totals: Figures = {
+        name: {c: sum((part[name][c] for part in everyones), Acceptance()) for c in Context} for name in sets
+    }
+    rows = [(name.replace("_", " "), len(texts), totals[name]) for name, texts in sets.items()]
+    pooled = {c: sum((totals[family][c] for family in FAMILIES), Acceptance()) for c in Context}
+    rows.append(("the four shipped sets, pooled", sum(len(sets[family]) for family in FAMILIES), pooled))
     text = table(rows)
-    run.out.mkdir(parents=True, exist_ok=True)
-    (run.out / "evaluation.md").write_text(text + "\n")
-    figures = {name: {c.name: asdict(by[c]) for c in Context} for name, _, by in rows}
-    (run.out / "evaluation.json").write_text(json.dumps(figures, indent=1) + "\n")
+    if process.leads:
+        run.out.mkdir(parents=True, exist_ok=True)
+        (run.out / "evaluation.md").write_text(text + "\n")
+        figures = {name: {c.name: asdict(by[c]) for c in Context} for name, _, by in rows}
+        (run.out / "evaluation.json").write_text(json.dumps(figures, indent=1) + "\n")
     return text
 
 
@@ -203,7 +231,9 @@ def write_held_out(run: Run, process: Process, count: int) -> None:
     target, _ = load_target(run.target_path, torch.float32, process.device)
     tokenizer = Tokenizer.from_path(run.target_path)
     candidates = 3 * count // 2
-    teacher = Teacher(target, max_rows=candidates, capacity=256, stop_ids=tokenizer.eos_token_ids, seed=20_000)
+    teacher = Teacher(
+        target, max_rows=candidates, capacity=256, stop_ids=tokenizer.eos_token_ids, seed=20_000
+    )
     batches = invent_user_turns(teacher, ChatFrame(tokenizer).opening_ids(), candidates, max_tokens=160)
     texts = (invented_text(tokenizer, turn) for batch in batches for turn in batch)
     write_prompts(run.prompts / "chat.jsonl", spread_out((text for text in texts if text is not None), count))
@@ -212,7 +242,9 @@ def write_held_out(run: Run, process: Process, count: int) -> None:
             write_prompts(run.prompts / f"{family}.jsonl", choose_held_out(family, count))
 
 
-def _greedy_answers(target: Llama, tokenizer: Tokenizer, prompts: list[list[int]], max_new_tokens: int) -> Corpus:
+def _greedy_answers(
+    target: Llama, tokenizer: Tokenizer, prompts: list[list[int]], max_new_tokens: int
+) -> list[Answer]:
     teacher = Teacher(
         target,
         max_rows=len(prompts),
@@ -220,7 +252,7 @@ def _greedy_answers(target: Llama, tokenizer: Tokenizer, prompts: list[list[int]
         stop_ids=tokenizer.eos_token_ids,
         seed=0,
     )
-    return Corpus.of(teacher.answer(prompts, max_new_tokens=max_new_tokens))
+    return teacher.answer(prompts, max_new_tokens=max_new_tokens)
 
 
 def _dtype(process: Process) -> torch.dtype:

@@ -1,9 +1,9 @@
 """The target as its own teacher: thousands of prompts answered in lockstep.
 
 All rows start at position 0 and step together, so one position counter serves the whole batch: while a row is
-inside its prompt the next token is forced, afterwards it is chosen. That wastes the steps on which short prompts wait for
-nothing, and buys a decode step without any ragged bookkeeping, captured once per cache span as a CUDA graph and
-replayed. Rows are best grouped by prompt length. On a CPU the same step runs without a graph.
+inside its prompt the next token is forced, afterwards it is chosen. That wastes the steps on which short prompts
+wait for nothing, and buys a decode step without any ragged bookkeeping, captured once per cache span as a CUDA
+graph and replayed. Rows are best grouped by prompt length. On a CPU the same step runs without a graph.
 
 Legend: B rows, L token capacity, V vocabulary, G key/value heads, D head_dim.
 """
@@ -46,7 +46,9 @@ class Answer:
 class Teacher:
     """Answers batches of at most `max_rows` prompts, at most `capacity` tokens long with their answers."""
 
-    def __init__(self, model: Llama, *, max_rows: int, capacity: int, stop_ids: Sequence[int], seed: int) -> None:
+    def __init__(
+        self, model: Llama, *, max_rows: int, capacity: int, stop_ids: Sequence[int], seed: int
+    ) -> None:
         self.model = model
         weight = model.embedding_VH
         self.device, self.dtype = weight.device, weight.dtype
@@ -60,7 +62,9 @@ class Teacher:
         self._finished = torch.zeros(max_rows, device=self.device, dtype=torch.bool)
         self._position = torch.zeros(1, device=self.device, dtype=torch.long)
         self._stop_ids = torch.tensor(list(stop_ids), device=self.device)
-        cos, sin = rotary_tables(torch.arange(self.capacity, device=self.device), shape.head_dim, shape.rope_theta)
+        cos, sin = rotary_tables(
+            torch.arange(self.capacity, device=self.device), shape.head_dim, shape.rope_theta
+        )
         self._cos, self._sin = cos.to(self.dtype), sin.to(self.dtype)
         self._graphs: dict[tuple[int, Sampling], torch.cuda.CUDAGraph] = {}
         self._graph_pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
