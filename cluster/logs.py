@@ -22,11 +22,17 @@ def configure(log_format: LogFormat, level: LogLevel) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    if level != "debug":
+        logging.getLogger("uvicorn").setLevel(
+            logging.WARNING
+        )  # it tells of its start and stop at every level
 
 
 def facts(record: logging.LogRecord) -> dict[str, object]:
-    """The `extra` fields of a line."""
-    return {name: value for name, value in vars(record).items() if name not in _OWN}
+    """The `extra` fields of a line. Libraries put private ones of theirs on it (Ray a timestamp): left out."""
+    return {
+        name: value for name, value in vars(record).items() if name not in _OWN and not name.startswith("_")
+    }
 
 
 class TextFormatter(logging.Formatter):

@@ -9,18 +9,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Final, TypeAlias
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from cluster.answers import AnswerChunk
 from cluster.convert import chunk_to_proto, end_to_proto, request_from_proto, worker_to_proto
-from cluster.errors import RequestError, WorkerFailed, to_status
+from cluster.errors import InvalidArgument, RequestError, WorkerFailed, to_status
 from cluster.gateway import Gateway
 from cluster.link import WorkerLink
 from cluster.rpc.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -170,6 +171,49 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc ships no 
         return handler
 
 
+class Decoding(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc ships no types
+    """Answers bytes that are no message with INVALID_ARGUMENT. By itself gRPC says UNKNOWN and logs a traceback."""
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        handler = await continuation(details)
+        if handler is None or handler.request_streaming:
+            return handler
+        decode = handler.request_deserializer
+
+        def decoded(data: bytes) -> Any:
+            try:
+                return decode(data)
+            except DecodeError:
+                return _NO_MESSAGE
+
+        return _checking(handler, decoded)
+
+
+_NO_MESSAGE: Final = object()
+_NO_MESSAGE_STATUS: Final = to_status(InvalidArgument("the request is not a message of this method"))
+
+
+def _checking(handler: Any, decoded: Callable[[bytes], Any]) -> Any:
+    """The handler with another decoder, for requests that may be _NO_MESSAGE."""
+
+    async def unary(request: Any, context: Context) -> Any:
+        if request is _NO_MESSAGE:
+            await context.abort_with_status(_NO_MESSAGE_STATUS)
+        return await handler.unary_unary(request, context)
+
+    async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
+        if request is _NO_MESSAGE:
+            await context.abort_with_status(_NO_MESSAGE_STATUS)
+        async with contextlib.aclosing(handler.unary_stream(request, context)) as responses:
+            async for response in responses:
+                yield response
+
+    serializer = handler.response_serializer
+    if handler.response_streaming:
+        return grpc.unary_stream_rpc_method_handler(stream, decoded, serializer)
+    return grpc.unary_unary_rpc_method_handler(unary, decoded, serializer)
+
+
 def _denial(handler: Any, status: Any) -> Any:
     """A handler of the same kind as the denied one: gRPC breaks on any other."""
 
@@ -206,7 +250,7 @@ class Door:
         self._health = HealthServicer()
         self._credentials = _credentials(tls) if tls is not None else None
         self._server = grpc.aio.server(
-            interceptors=[Guard(tokens)] if tokens is not None else [],
+            interceptors=[*([Guard(tokens)] if tokens is not None else []), Decoding()],
             options=(
                 ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
                 ("grpc.so_reuseport", 0),  # a second server on the port must fail, not steal half the calls

@@ -75,6 +75,7 @@ def _asked(dialect: Dialect, body: CompletionBody | ChatBody, requests: Sequence
         )
     if body.best_of is not None and body.best_of != body.n:
         raise UnsupportedParameter("best_of is not supported here; leave it out", field="best_of")
+    _check_min_tokens(body)
     if body.stream_options is not None and not body.stream:
         raise InvalidArgument("stream_options needs stream to be true", field="stream_options")
     options = body.stream_options or StreamOptions()
@@ -86,6 +87,15 @@ def _asked(dialect: Dialect, body: CompletionBody | ChatBody, requests: Sequence
         usage_at_end=options.include_usage,
         usage_in_chunks=options.continuous_usage_stats,
     )
+
+
+def _check_min_tokens(body: CompletionBody | ChatBody) -> None:
+    """Load generators ask for it together with `ignore_eos`, where every answer has max_tokens anyway."""
+    stops = body.stop or body.stop_token_ids
+    if body.min_tokens > 0 and (stops or not body.ignore_eos):
+        raise UnsupportedParameter(
+            "min_tokens is supported only with ignore_eos and without stops", field="min_tokens"
+        )
 
 
 def _request(

@@ -39,7 +39,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class _Body(msgspec.Struct, frozen=True, kw_only=True):
-    """What both endpoints share. Those from `top_k` on are extensions."""
+    """What both endpoints share. Those from `min_tokens` on are extensions."""
 
     model: str = ""
     temperature: float = 1.0
@@ -51,6 +51,7 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
+    min_tokens: int = 0
     top_k: int = 0
     ignore_eos: bool = False
     stop_token_ids: list[int] = []
@@ -117,7 +118,6 @@ _UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "length_penalty": (1,),
     "logit_bias": ({},),
     "min_p": (0,),
-    "min_tokens": (0,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "prediction": (),

@@ -3,6 +3,9 @@
 Token ids are bytes, so every text is its own token list. The answer to a prompt is the prompt again and again: output
 token i is prompt[i % len(prompt)]. Byte 0 is the end-of-sequence token. A step emits `tokens_per_step` tokens of every
 request, so a decode step is as wide as an accepted draft block.
+
+A host that `continues` chooses tokens as a model does: by what stands before them, their position and the seed. Then
+the answer to a prompt and the beginning of its answer is the rest of that answer.
 """
 
 from __future__ import annotations
@@ -68,6 +71,7 @@ class _Job:
     decode_tokens: int = 0
     landed: bool = True
     salt: str = ""
+    last: int = 0
 
 
 @dataclass
@@ -82,6 +86,8 @@ class FakeHost:
     prefill_refusal: WorkerRefused | None = None
     refuse_hello: str = ""
     error_after: int | None = None  # tokens after which a request ends in an error
+    preempt_after: int | None = None  # tokens after which it loses its pages
+    continues: bool = False
     step_s: float = 0.001
     stats_change: dict[str, Any] = field(default_factory=dict)  # figures that `stats` reports instead
 
@@ -109,6 +115,7 @@ class FakeHost:
         self.seen: list[RequestId] = []
         self.samplings: list[SamplingParams] = []
         self.salts: list[str] = []
+        self.prefilled: list[PrefillRequest] = []
         self.reserved: list[ReserveRequest] = []
         self.cancelled: list[RequestId] = []
         self.connected: set[WorkerEpoch] = set()
@@ -157,6 +164,7 @@ class FakeHost:
         if self.prefill_refusal is not None:
             raise self.prefill_refusal
         self.seen.append(request.request_id)
+        self.prefilled.append(request)
         self.salts.append(request.cache_salt)
         while self.hold.is_set():
             await asyncio.sleep(0.002)
@@ -257,12 +265,15 @@ class FakeHost:
     def _advance(self, request_id: RequestId, job: _Job) -> RequestOutput:
         if self.error_after is not None and job.emitted >= self.error_after:
             return RequestOutput(request_id=request_id, finish_reason="error", error="the engine broke")
+        if self.preempt_after is not None and job.emitted >= self.preempt_after:
+            return RequestOutput(request_id=request_id, finish_reason="preempted", stats=_stats(job))
         first = job.emitted == 0
         tokens: list[int] = []
         finish = None
         for _ in range(1 if first else self.tokens_per_step):
-            token = job.prompt[job.emitted % len(job.prompt)]
+            token = self._choose(job)
             tokens.append(token)
+            job.last = token
             job.emitted += 1
             is_stop = token in job.sampling.stop_token_ids or (token == EOS and not job.sampling.ignore_eos)
             if is_stop or job.emitted == job.sampling.max_tokens:
@@ -280,11 +291,21 @@ class FakeHost:
             stats=_stats(job) if finish else None,
         )
 
+    def _choose(self, job: _Job) -> int:
+        if not self.continues:
+            return job.prompt[job.emitted % len(job.prompt)]
+        return continuation(job.last or job.prompt[-1], len(job.prompt) + job.emitted, job.sampling.seed)
+
     def _cancel(self, request_id: RequestId) -> None:
         job = self.jobs.pop(request_id, None)
         if job is not None and self._sink is not None:
             output = RequestOutput(request_id=request_id, finish_reason="cancelled", stats=_stats(job))
             self._sink(TokenFrame((output,)))
+
+
+def continuation(before: int, position: int, seed: int) -> int:
+    """The letter that a host that `continues` puts at `position` behind the token `before`."""
+    return ord("a") + (7 * before + 3 * position + seed) % 26
 
 
 class RefusingHost:

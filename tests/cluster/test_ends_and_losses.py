@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -109,6 +110,17 @@ async def test_a_deadline_ends_the_request_on_the_workers(cluster: FakeCluster) 
     await cluster.settle()
 
 
+async def test_both_legs_are_told_what_is_left_of_the_deadline(split: FakeCluster) -> None:
+    await split.client.complete("ab", max_tokens=2, timeout_s=5.0)
+    await split.client.complete("ab", max_tokens=2)
+    (reserved, unbounded), (prefilled, _) = (
+        split.hosts["generation-1"].reserved,
+        split.hosts["context-0"].prefilled,
+    )
+    assert 0 < prefilled.ttl_s <= reserved.ttl_s <= 5.0
+    assert unbounded.ttl_s == split.gateway.settings.admission_ttl_s
+
+
 async def test_an_in_process_deadline_is_the_same(aggregated: FakeCluster) -> None:
     aggregated.hosts["aggregated-0"].hold.set()
     with pytest.raises(RequestError) as late:
@@ -118,6 +130,7 @@ async def test_an_in_process_deadline_is_the_same(aggregated: FakeCluster) -> No
 
 
 async def test_a_workers_error_in_mid_stream_reaches_the_client(cluster: FakeCluster) -> None:
+    cluster.gateway.settings = replace(cluster.gateway.settings, max_replays=0)
     for host in cluster.hosts.values():
         host.error_after = 5
     text = ""

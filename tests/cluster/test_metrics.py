@@ -155,9 +155,11 @@ async def test_every_request_leaves_one_log_line_with_its_ids(
 def test_log_lines_carry_their_facts_in_both_formats() -> None:
     record = logging.LogRecord("cluster", logging.WARNING, __file__, 1, "lost %s", ("w",), None)
     record.__dict__["worker"] = "w"
+    record.__dict__["_private"] = 1  # some library's
     assert TextFormatter().format(record).endswith("WARNING cluster: lost w worker=w")
     line = json.loads(JsonFormatter().format(record))
     assert (line["level"], line["message"], line["worker"]) == ("warning", "lost w", "w")
+    assert "_private" not in line
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", line["time"])
 
 

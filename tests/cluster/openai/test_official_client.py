@@ -126,7 +126,14 @@ async def test_stop_strings_end_the_answer_before_them(
 
 
 async def test_extensions_pass_through(ask: openai.AsyncOpenAI, cluster: FakeCluster) -> None:
-    extra = {"ignore_eos": True, "top_k": 5, "draft_tokens": 0, "min_p": 0, "repetition_penalty": 1.0}
+    extra = {
+        "ignore_eos": True,
+        "min_tokens": 6,
+        "top_k": 5,
+        "draft_tokens": 0,
+        "min_p": 0,
+        "repetition_penalty": 1.0,
+    }
     answer = await completed(ask, prompt=[97, 0, 98], max_tokens=6, top_p=0.5, extra_body=extra)
     assert answer.choices[0].text == "a\0ba\0b"
     seen = [host.samplings[-1] for host in cluster.hosts.values() if host.role != "context"][-1]
@@ -246,6 +253,7 @@ async def refusal(ask: openai.AsyncOpenAI, **options: Any) -> openai.APIStatusEr
             "unsupported_parameter",
         ),
         ({"extra_body": {"tools": [{"type": "function"}]}}, "tools", "unsupported_parameter"),
+        ({"extra_body": {"min_tokens": 2}}, "min_tokens", "unsupported_parameter"),
         ({"extra_body": {"temprature": 1}}, "temprature", "unknown_parameter"),
         ({"temperature": -1}, "temperature", "invalid_value"),
         ({"top_p": 0}, "top_p", "invalid_value"),
