@@ -18,6 +18,7 @@ from transceiver.annex import Prepare
 from transceiver.arena import Arena, Span
 from transceiver.content import DRAFT, TARGET, owner_of
 from transceiver.errors import BookCorrupt, DuplicateTransfer, PlanError, UnknownPeer, UnknownTransfer
+from transceiver.holding import Holding
 from transceiver.lanes import Cargo, Lane, lanes
 from transceiver.peers import Peers
 from transceiver.port import Broke, Delivered, SendSpec
@@ -25,17 +26,6 @@ from transceiver.records import CancelWrite, ClosedTransfer, Key, Outgoing, Reco
 from transceiver.transfer import Outcome, Sender, SenderCommand, SenderEvent, SenderPhase
 from transceiver.transport import Write, WriteEnded, WriteId
 from transceiver.wire import Hello, Region, TerminalState
-
-
-@dataclass(slots=True)
-class _Hold:
-    """A transfer that waits to be opened."""
-
-    peer: WorkerEpoch
-    ttl_s: float
-    deadline_s: float | None = None
-    next_renew_s: float = -math.inf
-    attempts: int = 0
 
 
 @dataclass(slots=True)
@@ -68,7 +58,7 @@ class Sending:
         self._records = records
         self._staging = staging
         self._arena = Arena(staging.size_bytes)
-        self._held: dict[TransferId, _Hold] = {}
+        self._held = Holding(peers, records)
         self._open: dict[TransferId, _Sending] = {}
         self._writes: dict[WriteId, TransferId] = {}
         self._next_write = 0
@@ -95,7 +85,7 @@ class Sending:
             raise DuplicateTransfer(transfer)
         if peer not in self._peers:
             raise UnknownPeer(peer, transfer)
-        self._held[transfer] = _Hold(peer, ttl_s)
+        self._held.hold(transfer, peer, ttl_s)
 
     def open(self, spec: SendSpec) -> None:
         if spec.transfer in self._open or _key(spec.transfer) in self._records.closed:
@@ -112,8 +102,7 @@ class Sending:
             destination=spec.destination,
             ship_draft=spec.ship_draft,
         )
-        held = self._held.pop(spec.transfer, None)
-        self._open[spec.transfer] = _Sending(spec, found, 0 if held is None else held.attempts)
+        self._open[spec.transfer] = _Sending(spec, found, self._held.take(spec.transfer))
         pages = {lane.pool: lane.destination for lane in found}
         opening = wire.Open(
             transfer=spec.transfer,
@@ -151,13 +140,12 @@ class Sending:
 
     def abort(self, transfer: TransferId, reason: str) -> None:
         if transfer in self._held:
-            self._let_go(transfer, Outcome(TerminalState.CANCELLED, reason))
+            self._held.end(transfer, Outcome(TerminalState.CANCELLED, reason))
         elif transfer in self._open:
             self._on(transfer, SenderEvent.CANCELLED, Outcome(TerminalState.CANCELLED, reason))
 
     def peer_gone(self, peer: WorkerEpoch, outcome: Outcome) -> None:
-        for transfer in [key for key, hold in self._held.items() if hold.peer == peer]:
-            self._let_go(transfer, outcome)
+        self._held.peer_gone(peer, outcome)
         for transfer in [key for key, entry in self._open.items() if entry.spec.peer == peer]:
             self._on(transfer, SenderEvent.PEER_GONE, outcome)
 
@@ -167,15 +155,6 @@ class Sending:
         if entry is None and _key(transfer) not in self._records.closed:
             raise UnknownTransfer(transfer)
         return entry
-
-    def _let_go(self, transfer: TransferId, outcome: Outcome, tell: bool = True) -> None:
-        """A held transfer ends before it was opened."""
-        peer = self._held.pop(transfer).peer
-        if tell and peer in self._peers:
-            closed = wire.Closed(transfer, outcome.state, outcome.reason, quiet=True)
-            self._records.say(_key(transfer), peer, closed)
-        broke = Broke(transfer, outcome.state, outcome.reason)
-        self._records.close(_key(transfer), ClosedTransfer(peer, outcome), broke)
 
     # the clock and the transport
 
@@ -190,7 +169,7 @@ class Sending:
 
     def advance(self, now_s: float) -> None:
         """Deadlines, heartbeats, new writes, and the handoff behind the last of them."""
-        self._advance_held(now_s)
+        self._held.advance(now_s)
         for transfer, entry in list(self._open.items()):
             if entry.deadline_s is None:
                 entry.deadline_s = now_s + entry.spec.ttl_s
@@ -212,17 +191,6 @@ class Sending:
                     self._on(transfer, SenderEvent.ALL_WRITTEN)
             if entry.state.phase is SenderPhase.QUIESCING:
                 self._quiesce(transfer, entry, now_s)
-
-    def _advance_held(self, now_s: float) -> None:
-        for transfer, hold in list(self._held.items()):
-            if hold.deadline_s is None:
-                hold.deadline_s = now_s + hold.ttl_s
-            if now_s >= hold.deadline_s:
-                self._let_go(transfer, Outcome(TerminalState.EXPIRED, f"not opened within {hold.ttl_s} s"))
-            elif now_s >= hold.next_renew_s:
-                hold.next_renew_s = now_s + self._records.timing.heartbeat_s
-                self._records.answer(hold.peer, wire.Renew(transfer, hold.attempts))
-                hold.attempts += 1
 
     def _renew(self, transfer: TransferId, entry: _Sending, now_s: float) -> None:
         if now_s >= entry.next_renew_s:
@@ -285,8 +253,8 @@ class Sending:
 
     def hear_refuse(self, source: WorkerEpoch, message: wire.Refuse) -> None:
         refused = Outcome(TerminalState.FAILED, f"refused by the receiver: {message.reason}")
-        if self._holds_for(source, message.transfer):
-            self._let_go(message.transfer, refused, tell=False)
+        if self._held.is_for(source, message.transfer):
+            self._held.end(message.transfer, refused, tell=False)
         elif self._sent_to(source, message.transfer) is not None:
             self._on(message.transfer, SenderEvent.REFUSED, refused)
 
@@ -300,8 +268,8 @@ class Sending:
     def hear_abort(self, source: WorkerEpoch, message: wire.Abort) -> None:
         transfer = message.transfer
         if transfer in self._held:
-            if self._holds_for(source, transfer):
-                self._let_go(transfer, remote_outcome(Side.RECEIVER, message.state, message.reason))
+            if self._held.is_for(source, transfer):
+                self._held.end(transfer, remote_outcome(Side.RECEIVER, message.state, message.reason))
             return
         if transfer in self._open:
             if self._sent_to(source, transfer) is not None:
@@ -317,10 +285,6 @@ class Sending:
         elif closed.peer == source:
             ended = closed.outcome
             self._records.answer(source, wire.Closed(transfer, ended.state, ended.reason, closed.quiet))
-
-    def _holds_for(self, source: WorkerEpoch, transfer: TransferId) -> bool:
-        hold = self._held.get(transfer)
-        return hold is not None and hold.peer == source
 
     def _sent_to(self, source: WorkerEpoch, transfer: TransferId) -> _Sending | None:
         entry = self._open.get(transfer)
@@ -398,11 +362,7 @@ class Sending:
                 raise BookCorrupt(f"sender in {phase} asks its peer something: {asks}", transfer)
             if any(lane.shipped > lane.final(entry.ready_position) for lane in entry.lanes):
                 raise BookCorrupt("sender shipped pages that are not final", transfer)
-        for transfer, hold in self._held.items():
-            if transfer in self._open or _key(transfer) in self._records.closed:
-                raise BookCorrupt("sender holds a transfer that is open or closed", transfer)
-            if hold.peer not in self._peers:
-                raise BookCorrupt("sender holds a transfer for a worker that is gone", transfer)
+        self._held.check(self._open)
         self._arena.check()
         if self._arena.num_taken != sum(
             len(spans) for entry in self._open.values() for spans in entry.in_flight.values()
