@@ -117,7 +117,7 @@ async def test_both_legs_are_told_what_is_left_of_the_deadline(split: FakeCluste
         split.hosts["generation-1"].reserved,
         split.hosts["context-0"].prefilled,
     )
-    assert 0 < prefilled.ttl_s <= reserved.ttl_s <= 5.0
+    assert 0 < prefilled.ttl_s <= reserved.ttl_s <= 5.1  # gRPC rounds a deadline up
     assert unbounded.ttl_s == split.gateway.settings.admission_ttl_s
 
 
