@@ -75,7 +75,14 @@ class Wait:
     ticks: int
 
 
-Happening = Ask | Cancel | Restart | Stall | Wait
+@dataclass(frozen=True)
+class Leap:
+    """Both workers stand still for so long; the link does not."""
+
+    seconds: float
+
+
+Happening = Ask | Cancel | Restart | Stall | Wait | Leap
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,7 @@ happenings: st.SearchStrategy[Happening] = st.one_of(
     st.builds(Cancel, st.integers(0, 3), st.booleans(), st.booleans()),
     st.builds(Cancel, st.integers(0, 1), st.booleans(), st.just(True), asks),
     st.builds(Restart, roles, st.booleans()),
+    st.builds(Leap, st.sampled_from([0.05, 0.3, 1.0])),
     st.builds(Stall, roles, st.integers(1, 120)),
 )
 links = st.builds(
@@ -185,6 +193,8 @@ class History:
             case Restart(role, told):
                 self._stalled[role] = 0
                 self.pair.restart(role, told=told)
+            case Leap(seconds):
+                self.pair.now_s += seconds
             case Stall(role, ticks):
                 self._stalled[role] = ticks
         self._tick(1)
