@@ -35,7 +35,11 @@ Context: TypeAlias = Any
 
 # A prompt of a million token ids is 5 MB; gRPC's own limit is 4 MB.
 MAX_REQUEST_BYTES: Final = 32 * 1024 * 1024
+OWN_METHODS: Final = "/cluster.rpc.v1."
 OPEN_METHODS: Final = "/grpc.health.v1.Health/"
+# Stands for a request whose bytes are no message.
+_NO_MESSAGE: Final[Any] = object()
+_NO_MESSAGE_STATUS: Final = to_status(InvalidArgument("the request is not a message of this method"))
 SERVICES: Final = ("cluster.rpc.v1.Inference", "cluster.rpc.v1.Admin")
 
 
@@ -48,6 +52,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        if request is _NO_MESSAGE:
+            await context.abort_with_status(_NO_MESSAGE_STATUS)
         asked = self._gateway.named(request_from_proto(request))
         events = self._gateway.generate(asked, timeout_s=context.time_remaining())
         try:
@@ -176,7 +182,7 @@ class Decoding(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc ships 
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         handler = await continuation(details)
-        if handler is None or handler.request_streaming:
+        if handler is None or not details.method.startswith(OWN_METHODS):
             return handler
         decode = handler.request_deserializer
 
@@ -189,29 +195,19 @@ class Decoding(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc ships 
         return _checking(handler, decoded)
 
 
-_NO_MESSAGE: Final = object()
-_NO_MESSAGE_STATUS: Final = to_status(InvalidArgument("the request is not a message of this method"))
-
-
 def _checking(handler: Any, decoded: Callable[[bytes], Any]) -> Any:
-    """The handler with another decoder, for requests that may be _NO_MESSAGE."""
+    """The handler with another decoder. Generate looks for _NO_MESSAGE itself: a wrapper would cost every token."""
+    if handler.response_streaming:
+        return grpc.unary_stream_rpc_method_handler(
+            handler.unary_stream, decoded, handler.response_serializer
+        )
 
     async def unary(request: Any, context: Context) -> Any:
         if request is _NO_MESSAGE:
             await context.abort_with_status(_NO_MESSAGE_STATUS)
         return await handler.unary_unary(request, context)
 
-    async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
-        if request is _NO_MESSAGE:
-            await context.abort_with_status(_NO_MESSAGE_STATUS)
-        async with contextlib.aclosing(handler.unary_stream(request, context)) as responses:
-            async for response in responses:
-                yield response
-
-    serializer = handler.response_serializer
-    if handler.response_streaming:
-        return grpc.unary_stream_rpc_method_handler(stream, decoded, serializer)
-    return grpc.unary_unary_rpc_method_handler(unary, decoded, serializer)
+    return grpc.unary_unary_rpc_method_handler(unary, decoded, handler.response_serializer)
 
 
 def _denial(handler: Any, status: Any) -> Any:
