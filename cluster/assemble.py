@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from cluster.answers import AnswerChunk, AnswerReason
-from cluster.errors import WorkerFailed
+from cluster.errors import Preempted, RequestError, WorkerBabbled, WorkerFailed
 from cluster.text import AnswerText
-from workers.request import RequestOutput, RequestStats, TokenLogprob
+from workers.request import RequestOutput, TokenLogprob
 
 
 class Assembler:
     """Feed it outputs in order until `reason` is set; then `tail` is the text that had been held back.
 
     A stop string may end the answer before the worker does: `stop` is set then, and the worker's later tokens are
-    dropped. Only its final figures (`stats`) still count.
+    dropped. A run that fails may be followed by another (`resume`), whose tokens go on where the first one's ended.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str], max_tokens: int) -> None:
@@ -23,9 +23,8 @@ class Assembler:
         self.num_tokens = 0
         self.reason: AnswerReason | None = None
         self.tail = ""
-        self.stats: RequestStats | None = None
         self.worker_done = False
-        self.failure: WorkerFailed | None = None
+        self.failure: RequestError | None = None
 
     @property
     def stop(self) -> str:
@@ -41,8 +40,6 @@ class Assembler:
         logprobs: list[TokenLogprob] = []
         text: list[str] = []
         for output in outputs:
-            if output.stats is not None:
-                self.stats = output.stats
             if output.finish_reason is not None:
                 self.worker_done = True
             if self.reason is not None:
@@ -52,12 +49,17 @@ class Assembler:
                 token_ids += output.token_ids[:taken]
                 logprobs += output.logprobs[:taken]
                 self._finish(output)
-            except WorkerFailed as error:
+            except RequestError as error:
                 self.failure = error
                 break
         if not token_ids and not text:
             return None
         return AnswerChunk(tuple(token_ids), "".join(text), tuple(logprobs))
+
+    def resume(self) -> None:
+        """The run that failed is followed by another one."""
+        self.worker_done = False
+        self.failure = None
 
     def cancel(self) -> None:
         """The answer ends here, by the client's wish."""
@@ -73,7 +75,7 @@ class Assembler:
         for index, token_id in enumerate(output.token_ids):
             self.num_tokens += 1
             if self.num_tokens > self._max_tokens:
-                raise WorkerFailed(
+                raise WorkerBabbled(
                     f"the worker sent more than max_tokens {self._max_tokens} tokens",
                     request_id=output.request_id,
                 )
@@ -92,6 +94,8 @@ class Assembler:
                 pass
             case "error":
                 raise WorkerFailed(output.error or "the worker failed", request_id=output.request_id)
+            case "preempted":
+                raise Preempted("the worker ran out of pages", request_id=output.request_id)
             case "cancelled":
                 self.cancel()
             case "stop" | "length" as reason:

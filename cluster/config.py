@@ -81,6 +81,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     num_threads: int | None = None
 
     max_live_requests: int = 1024
+    max_replays: int = 3
     admission_ttl_s: float = 120.0
     heartbeat_interval_s: float = 1.0
     heartbeat_timeout_s: float = 10.0
@@ -115,8 +116,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         ):
             if not getattr(self, field) > 0:
                 raise ValueError(f"{field} must be positive, got {getattr(self, field)}")
-        if self.min_al < 0:
-            raise ValueError(f"min_al must not be negative, got {self.min_al}")
+        for field in ("min_al", "max_replays"):
+            if getattr(self, field) < 0:
+                raise ValueError(f"{field} must not be negative, got {getattr(self, field)}")
         if bool(self.tls_cert_file) != bool(self.tls_key_file):
             raise ValueError("tls_cert_file and tls_key_file need each other")
         if self.tls_client_ca_file and not self.tls_cert_file:

@@ -62,6 +62,11 @@ class RequestError(Exception):
         if code is not None:
             self.code = code
 
+    @property
+    def replayable(self) -> bool:
+        """Whether another run of the request may end well."""
+        return False
+
 
 class InvalidArgument(RequestError):
     """The request can never be served as it is."""
@@ -110,12 +115,46 @@ class WorkerLost(RequestError):
     code = "UNAVAILABLE"
     reason = "WORKER_LOST"
 
+    @property
+    def replayable(self) -> bool:
+        return True
+
 
 class WorkerFailed(RequestError):
     """A worker answered with an error that the request did not cause."""
 
     code = "INTERNAL"
     reason = "WORKER_FAILED"
+
+    @property
+    def replayable(self) -> bool:
+        return self.code in ("INTERNAL", "UNAVAILABLE", "FAILED_PRECONDITION")
+
+
+class WorkerBabbled(WorkerFailed):
+    """A worker said what no worker may say; another run would start from its words."""
+
+    @property
+    def replayable(self) -> bool:
+        return False
+
+
+class Preempted(RequestError):
+    """The decoding worker took the request's pages for an older one. Never told to clients."""
+
+    code = "UNAVAILABLE"
+    reason = "PREEMPTED"
+
+    @property
+    def replayable(self) -> bool:
+        return True
+
+
+class ReplayFailed(RequestError):
+    """The request broke, and so did its further runs."""
+
+    code = "UNAVAILABLE"
+    reason = "REPLAY_FAILED"
 
 
 class DeadlineOver(RequestError):

@@ -83,6 +83,7 @@ class GatewayFigures:
     def __init__(self, slo_ttft_s: float, slo_itl_s: float) -> None:
         self.outcomes: dict[str, int] = defaultdict(int)
         self.num_within_slo = 0
+        self.replays: dict[str, int] = defaultdict(int)
         self.prompt_tokens = 0
         self.cached_prompt_tokens = 0
         self.output_tokens = 0
@@ -111,6 +112,10 @@ class GatewayFigures:
         else:
             self.inter_token_latency.observe(now_s - record.last_chunk_s)
         record.last_chunk_s = now_s
+
+    def replayed(self, reason: str) -> None:
+        """A request runs again, because its run ended in an error of this reason."""
+        self.replays[reason.lower()] += 1
 
     def ended(self, record: RequestRecord, now_s: float) -> None:
         """The record's last word."""

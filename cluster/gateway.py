@@ -5,7 +5,8 @@
     client ◀── chunks ── assemble ◀── outputs by request ◀── frames of links ┘
 
 One task per request walks the legs; the tokens come through the link of the decoding worker, whichever leg is still
-open. A request ends in exactly one way: its end, or a `RequestError`. However it ends, every worker that may still
+open. When a worker fails, what was emitted becomes part of the prompt and the legs are walked again (`cluster.replay`).
+A request ends in exactly one way: its end, or a `RequestError`. However it ends, every worker that may still
 hold something of it is told so. Between gateway and workers a request goes by an id of the gateway's own making,
 so that clients may choose any id, even the same one twice.
 """
@@ -46,15 +47,15 @@ from cluster.link import LinkState, LinkTimes, WorkerAddress, WorkerLink
 from cluster.live import LiveRequest
 from cluster.membership import LinkNews, Membership, facts_of
 from cluster.readiness import Progress, stalled
-from cluster.routing import NoRoute, choose_aggregated, choose_split
+from cluster.replay import Runs
+from cluster.routing import ANY_ERRAND, Errand, NoRoute, choose_aggregated, choose_split, prefix_of
 from cluster.worker_client import WorkerUnreachable
 from kvmanager.ids import RequestId
-from workers.errors import WorkerRefused
+from workers.errors import TransferBroke, WorkerRefused
 from workers.request import (
     PrefillRequest,
     ReserveRequest,
     Role,
-    SamplingParams,
     SubmitRequest,
     TokenFrame,
 )
@@ -74,12 +75,14 @@ class GatewaySettings:
 
     A decoding worker that runs requests and makes no progress for `stall_limit_s` makes the gateway unready. One whose
     acceptance length over `al_window_s` falls under `min_al` raises the alarm. An answer is good when its first token
-    came within `slo_ttft_s` and the others took at most `slo_itl_s` each.
+    came within `slo_ttft_s` and the others took at most `slo_itl_s` each. A request whose workers fail runs again on
+    others, at most `max_replays` times.
     """
 
     route: Route = "split"
     max_live_requests: int = 1024
     admission_ttl_s: float = 120.0
+    max_replays: int = 3
     stall_limit_s: float = 30.0
     min_al: float = 0.0
     al_window_s: float = 60.0
@@ -89,11 +92,13 @@ class GatewaySettings:
 
 
 @dataclass(frozen=True)
-class _Prompt:
-    """What workers are told of a prompt: its tokens, and whose cached prefixes it may share."""
+class _Asked:
+    """What all runs of a request have in common; times on the event loop's clock."""
 
-    token_ids: tuple[int, ...]
+    route: Route
     salt: str
+    deadline_s: float | None
+    since_s: float
 
 
 class Gateway:
@@ -246,35 +251,33 @@ class Gateway:
         try:
             with self._admission():
                 prompt_token_ids, sampling = await self._intake.take(request, self.limits(route))
-                live = LiveRequest(RequestId(self._new_id()), request.client_id, record)
-                self._live[live.request_id] = live
-                legs = asyncio.create_task(
-                    self._walk_legs(
-                        live, route, _Prompt(prompt_token_ids, request.cache_salt), sampling, deadline_s
-                    )
-                )
-                legs.add_done_callback(live.legs_ended)
+                runs = Runs(prompt_token_ids, sampling, self.settings.max_replays)
+                asked = _Asked(route, request.cache_salt, deadline_s, asyncio.get_running_loop().time())
                 assembler = Assembler(self.tokenizer.decode, request.stop, sampling.max_tokens)
-                try:
-                    async for chunk in self._chunks(live, assembler, deadline_s):
-                        self.figures.chunk(record, time.monotonic())
-                        yield chunk
-                    now_s = time.monotonic()
-                    record.usage = Usage(
-                        prompt_tokens=len(prompt_token_ids),
-                        output_tokens=assembler.num_tokens,
-                        stats=assembler.stats,
-                        time_to_first_token_s=(record.first_chunk_s or now_s) - started_s,
-                        total_time_s=now_s - started_s,
-                    )
-                    if assembler.reason is None:
-                        raise AssertionError("an answer ended without a reason")
-                    record.outcome = assembler.reason
-                    yield AnswerEnd(assembler.reason, record.usage, assembler.tail, assembler.stop)
-                finally:
-                    del self._live[live.request_id]
-                    ended_well = assembler.worker_done and assembler.reason is not None
-                    self._spawn(self._retire(live, legs, ended_well))
+                while assembler.reason is None:
+                    live = LiveRequest(RequestId(self._new_id()), request.client_id, record)
+                    self._begin(live, runs, asked)
+                    try:
+                        async for chunk in self._chunks(live, runs, assembler, deadline_s):
+                            self.figures.chunk(record, time.monotonic())
+                            yield chunk
+                    except RequestError as error:
+                        runs.broke(error, live.blamed)
+                        self.figures.replayed(error.reason)
+                        _log.warning("request %s runs again: %s", live.request_id, error.message)
+                        assembler.resume()
+                    finally:
+                        self._finish(live, assembler)
+                now_s = time.monotonic()
+                record.usage = Usage(
+                    prompt_tokens=len(prompt_token_ids),
+                    output_tokens=assembler.num_tokens,
+                    stats=runs.stats,
+                    time_to_first_token_s=(record.first_chunk_s or now_s) - started_s,
+                    total_time_s=now_s - started_s,
+                )
+                record.outcome = assembler.reason
+                yield AnswerEnd(assembler.reason, record.usage, assembler.tail, assembler.stop)
         except RequestError as error:
             record.outcome, record.error = error.code.lower(), error.message
             error.request_id = error.request_id or request.client_id
@@ -310,71 +313,90 @@ class Gateway:
             async with asyncio.timeout(timeout_s):
                 await self._empty.wait()
 
-    def _choose(self, route: Route) -> list[WorkerLink]:
+    def _begin(self, live: LiveRequest, runs: Runs, asked: _Asked) -> None:
+        self._live[live.request_id] = live
+        live.legs = asyncio.create_task(self._walk_legs(live, runs, asked))
+        live.legs.add_done_callback(live.legs_ended)
+
+    def _finish(self, live: LiveRequest, assembler: Assembler) -> None:
+        """The run is over for whoever reads the answer. `_retire` is about what workers still hold of it."""
+        del self._live[live.request_id]
+        ended_well = assembler.worker_done and assembler.reason is not None
+        self._spawn(self._retire(live, ended_well))
+
+    def _choose(self, route: Route, errand: Errand = ANY_ERRAND) -> list[WorkerLink]:
         """The links of the route, the decoding worker first. Raises NoWorkerReady."""
         snapshots = self._membership.snapshots()
         try:
             if route == "aggregated":
-                names = [choose_aggregated(snapshots).worker]
+                names = [choose_aggregated(snapshots, errand).worker]
             else:
-                split = choose_split(snapshots, self._membership.paired)
+                split = choose_split(snapshots, self._membership.paired, errand)
                 names = [split.generation, split.context]
         except NoRoute as error:
             raise NoWorkerReady(str(error), retry_after_s=RETRY_AFTER_S) from error
         return [self._membership.links[name] for name in names]
 
-    async def _walk_legs(
-        self,
-        live: LiveRequest,
-        route: Route,
-        prompt: _Prompt,
-        sampling: SamplingParams,
-        deadline_s: float | None,
-    ) -> None:
-        """Bring the request to the worker that will decode it; failures end the request."""
+    async def _walk_legs(self, live: LiveRequest, runs: Runs, asked: _Asked) -> None:
+        """Bring the request to the worker that will decode it; failures end the run."""
+        run, called = runs.run, None
+        prompt, sampling = run.prompt_token_ids, run.sampling
         try:
-            decoding, *contexts = links = self._choose(route)
+            errand = Errand(
+                num_tokens=len(prompt) + sampling.max_tokens,
+                prefix=prefix_of(prompt, asked.salt),
+                avoid=runs.avoid,
+            )
+            decoding, *contexts = links = self._choose(asked.route, errand)
             live.record.workers = tuple(link.worker.name for link in links)
             live.hold(decoding)
+            called = decoding
             if not contexts:
                 await decoding.client.submit(
                     SubmitRequest(
                         request_id=live.request_id,
-                        prompt_token_ids=prompt.token_ids,
+                        prompt_token_ids=prompt,
                         sampling=sampling,
-                        cache_salt=prompt.salt,
+                        cache_salt=asked.salt,
                     )
                 )
                 return
-            ttl_s = self._ttl_s(deadline_s)
+            ttl_s = self._ttl_s(asked.deadline_s)
             reservation = await decoding.client.reserve(
                 ReserveRequest(
                     request_id=live.request_id,
-                    num_prompt_tokens=len(prompt.token_ids),
-                    prompt_token_ids=prompt.token_ids,
+                    num_prompt_tokens=len(prompt),
+                    prompt_token_ids=prompt,
                     sampling=sampling,
                     ttl_s=ttl_s,
-                    cache_salt=prompt.salt,
+                    cache_salt=asked.salt,
                     position_multiple=facts.page_size if (facts := contexts[0].facts) is not None else 1,
+                    age_s=asyncio.get_running_loop().time() - asked.since_s if run.again else 0.0,
                 )
             )
             live.record.transfer_id = reservation.transfer_id
-            live.hold(contexts[0])
-            ttl_s = self._ttl_s(deadline_s)  # waiting for the reservation has used some of it
-            await contexts[0].client.prefill(
+            called = contexts[0]
+            live.hold(called)
+            ttl_s = self._ttl_s(asked.deadline_s)  # waiting for the reservation has used some of it
+            await called.client.prefill(
                 PrefillRequest(
                     request_id=live.request_id,
-                    prompt_token_ids=prompt.token_ids,
+                    prompt_token_ids=prompt,
                     sampling=sampling,
                     reservation=reservation,
                     ttl_s=ttl_s,
-                    cache_salt=prompt.salt,
+                    cache_salt=asked.salt,
                 )
             )
-            live.let_go(contexts[0])
+            live.let_go(called)
         except (RequestError, WorkerRefused, WorkerUnreachable) as error:
+            if called is not None and isinstance(error, WorkerUnreachable):
+                called.doubt()
             if not live.landed:
-                live.fail(from_worker(error, live.client_id))
+                # Either side may have broken a transfer; else it was the worker that was asked.
+                either = called is None or isinstance(error, TransferBroke)
+                blamed = live.record.workers if either or called is None else (called.worker.name,)
+                live.fail(from_worker(error, live.client_id), *blamed)
 
     def _ttl_s(self, deadline_s: float | None) -> float:
         """What a leg may take: deadlines do not cross a process, remaining seconds do."""
@@ -384,7 +406,7 @@ class Gateway:
         return max(0.0, min(ttl_s, deadline_s - asyncio.get_running_loop().time()))
 
     async def _chunks(
-        self, live: LiveRequest, assembler: Assembler, deadline_s: float | None
+        self, live: LiveRequest, runs: Runs, assembler: Assembler, deadline_s: float | None
     ) -> AsyncIterator[AnswerEvent]:
         """Chunks until the answer has its reason and, if it comes in time, the worker's figures."""
         while assembler.reason is None:
@@ -392,13 +414,15 @@ class Gateway:
                 outputs = await live.outputs(deadline_s)
             except TimeoutError:
                 raise DeadlineOver("the request's deadline passed", request_id=live.client_id) from None
+            runs.note(outputs)
             chunk = assembler.feed(outputs)
             if chunk is not None:
                 yield chunk
-            if assembler.failure is not None:
-                raise assembler.failure
             if assembler.reason is None and live.cancel_asked:
                 assembler.cancel()
+            if assembler.reason is None and assembler.failure is not None:
+                live.blamed = live.record.workers
+                raise assembler.failure
             if assembler.reason is None and live.failure is not None:
                 raise live.failure
         if assembler.worker_done:
@@ -408,12 +432,17 @@ class Gateway:
         until_s = asyncio.get_running_loop().time() + LAST_FIGURES_WAIT_S
         while not assembler.worker_done and live.failure is None:
             try:
-                assembler.feed(await live.outputs(until_s))
+                outputs = await live.outputs(until_s)
             except TimeoutError:
                 return
+            runs.note(outputs)
+            assembler.feed(outputs)
 
-    async def _retire(self, live: LiveRequest, legs: asyncio.Task[None], ended_well: bool) -> None:
-        """Nobody waits for the request any more: end what is still open of it, on whichever worker."""
+    async def _retire(self, live: LiveRequest, ended_well: bool) -> None:
+        """Nobody waits for the run any more: end what is still open of it, on whichever worker."""
+        legs = live.legs
+        if legs is None:
+            return
         if ended_well and not legs.done():
             # The decoding worker is through and the context worker's last word is on its way.
             await asyncio.wait({legs}, timeout=LAST_FIGURES_WAIT_S)
@@ -467,7 +496,8 @@ class Gateway:
         for request_id in list(link.live):
             live = self._live.get(request_id)
             if live is not None and not (live.landed and link.worker.role == "context"):
-                live.fail(WorkerLost(f"worker {link.worker.name} was lost: {why}", request_id=live.client_id))
+                lost = WorkerLost(f"worker {link.worker.name} was lost: {why}", request_id=live.client_id)
+                live.fail(lost, link.worker.name)
 
     async def _cancel_stray(self, link: WorkerLink, request_id: RequestId) -> None:
         self._retiring.add(request_id)

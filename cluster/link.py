@@ -72,6 +72,8 @@ class WorkerLink:
         self.stats_taken_s = 0.0  # on the monotonic clock
         self.trouble = ""
         self.live: set[RequestId] = set()
+        self.others = 0  # requests of other gateways, at the last heartbeat
+        self.doubted = False
         self._drained_epoch: WorkerEpoch | None = None
         self._times = times
         self._events = events
@@ -81,6 +83,15 @@ class WorkerLink:
     def draining(self) -> bool:
         """Whether an operator lets this incarnation of the worker run empty."""
         return self.facts is not None and self.facts.epoch == self._drained_epoch
+
+    @property
+    def trusted(self) -> bool:
+        """Whether new requests may go there."""
+        return self.state is LinkState.READY and not self.doubted
+
+    def doubt(self) -> None:
+        """A call got no answer: nothing new goes there until a heartbeat does."""
+        self.doubted = True
 
     def drain(self, draining: bool) -> None:
         """A worker without facts cannot be drained, because nobody knows which incarnation it is."""
@@ -99,6 +110,8 @@ class WorkerLink:
         """Take the worker's figures now. Raises WorkerUnreachable or WorkerRefused."""
         self.stats = await self.client.stats(self._times.heartbeat_timeout_s)
         self.stats_taken_s = time.monotonic()
+        self.others = max(self.stats.running + self.stats.waiting - len(self.live), 0)
+        self.doubted = False
         self._events.figures(self)
 
     async def _run(self) -> None:

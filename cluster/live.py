@@ -1,4 +1,4 @@
-"""One request between its acceptance and its end, as the gateway keeps it."""
+"""One run of a request between its start and its end, as the gateway keeps it."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ class LiveRequest:
         self.holders: list[WorkerLink] = []
         self.cancel_asked = False
         self.failure: RequestError | None = None
+        self.blamed: tuple[str, ...] = ()  # workers that may have caused the failure
+        self.legs: asyncio.Task[None] | None = None
         self.landed = False  # tokens came: the decoding worker has all it needs of the context worker
         self._outputs: list[RequestOutput] = []
         self._wake = asyncio.Event()
@@ -38,10 +40,11 @@ class LiveRequest:
         self.landed = self.landed or bool(output.token_ids)
         self._wake.set()
 
-    def fail(self, error: RequestError) -> None:
+    def fail(self, error: RequestError, *blamed: str) -> None:
         """The first failure wins; outputs that came before it are still delivered."""
         if self.failure is None:
             self.failure = error
+            self.blamed = blamed
             self._wake.set()
 
     def legs_ended(self, legs: asyncio.Task[None]) -> None:

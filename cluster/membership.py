@@ -107,10 +107,13 @@ def _snapshot(link: WorkerLink, facts: WorkerFacts) -> WorkerSnapshot:
     return WorkerSnapshot(
         name=link.worker.name,
         role=link.worker.role,
-        ready=link.state is LinkState.READY,
+        ready=link.trusted,
         draining=link.draining,
         epoch=facts.epoch,
         live=len(link.live),
+        others=link.others,
+        num_slots=facts.max_batch,
+        page_size=facts.page_size,
         waiting=stats.waiting if stats is not None else 0,
         free_pages=stats.target_pages - stats.target_pages_in_use if stats is not None else 0,
     )

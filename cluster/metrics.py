@@ -62,6 +62,14 @@ class _GatewayCollector(Collector):
         for outcome, count in figures.outcomes.items():
             requests.add_metric((outcome,), count)
         yield requests
+        replays = CounterMetricFamily(
+            "slipstream_replays",
+            "Runs of requests that went on where an earlier run broke, by what had broken it",
+            labels=("reason",),
+        )
+        for reason, count in figures.replays.items():
+            replays.add_metric((reason,), count)
+        yield replays
         for name, text, count in (
             (
                 "requests_within_slo",

@@ -44,6 +44,7 @@ def make_gateway(config: ClusterConfig, workers: Sequence[WorkerAddress], tokeni
         route=config.mode,
         max_live_requests=config.max_live_requests,
         admission_ttl_s=config.admission_ttl_s,
+        max_replays=config.max_replays,
         stall_limit_s=config.stall_limit_s,
         min_al=config.min_al,
         al_window_s=config.al_window_s,

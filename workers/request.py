@@ -14,7 +14,8 @@ import msgspec
 
 from kvmanager.ids import PageId, RequestId, TransferId, WorkerEpoch
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "cancelled", "error", "preempted"]
+"""`preempted`: the worker took the pages back; the rest is to be asked for again, and clients never see it."""
 Role = Literal["context", "generation", "aggregated"]
 
 
@@ -48,7 +49,8 @@ class ReserveRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`prompt_token_ids` may be left out; then no page of the prompt is looked for in the prefix cache.
 
     `cache_salt` keeps tenants apart there. `position_multiple`: what KV is shipped from a position that the context
-    worker's page size divides too.
+    worker's page size divides too. `age_s`: since an earlier run of the request was let in, 0 for its first; the older
+    goes first, here and when pages run out.
     """
 
     request_id: RequestId
@@ -58,6 +60,7 @@ class ReserveRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""
     position_multiple: int = 1
+    age_s: float = 0.0
 
 
 class Reservation(msgspec.Struct, frozen=True, kw_only=True):

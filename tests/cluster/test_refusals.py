@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -147,6 +148,7 @@ async def test_a_workers_own_refusal_names_its_field(split: FakeCluster) -> None
 
 
 async def test_a_broken_transfer_frees_the_reservation(split: FakeCluster) -> None:
+    split.gateway.settings = replace(split.gateway.settings, max_replays=0)
     split.hosts["context-0"].prefill_refusal = TransferBroke("the KV transfer ended in EXPIRED")
     with pytest.raises(RequestError) as refused:
         await split.client.complete("ab")

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cluster.routing import (
+    AFFINITY_SLACK,
+    PREFIX_TOKENS,
     AggregatedRoute,
+    Errand,
     NoRoute,
     SplitRoute,
     WorkerSnapshot,
     choose_aggregated,
     choose_split,
+    prefix_of,
 )
 from kvmanager.ids import WorkerEpoch
 from workers.request import Role
@@ -65,3 +73,130 @@ def test_a_missing_role_is_named() -> None:
         choose_split([worker("g1", "generation")], pairs())
     with pytest.raises(NoRoute, match="no generation worker"):
         choose_split([worker("c1", "context")], pairs())
+
+
+def test_a_worker_that_has_room_now_goes_before_one_that_is_less_loaded() -> None:
+    full = WorkerSnapshot(
+        name="g1", role="generation", ready=True, epoch=WorkerEpoch("g1"), live=1, free_pages=2, page_size=16
+    )
+    roomy = replace(full, name="g2", epoch=WorkerEpoch("g2"), live=5, free_pages=40)
+    workers = [worker("c1", "context"), full, roomy]
+    both = pairs("c1g1", "c1g2")
+    assert choose_split(workers, both, Errand(num_tokens=100)).generation == "g2"
+    assert choose_split(workers, both, Errand(num_tokens=32)).generation == "g1"
+
+
+@pytest.mark.parametrize(
+    "change", [{"waiting": 1}, {"num_slots": 4, "live": 4}, {"num_slots": 4, "live": 1, "others": 3}]
+)
+def test_a_worker_whose_slots_are_taken_or_where_others_wait_has_no_room(change: dict[str, int]) -> None:
+    snapshot = replace(worker("g1", "generation"), **change)  # type: ignore[arg-type]
+    assert worker("g1", "generation").has_room(1)
+    assert not snapshot.has_room(1)
+
+
+def test_requests_of_other_gateways_count_as_load() -> None:
+    busy = replace(worker("a1", "aggregated", live=1), others=7)
+    assert choose_aggregated([busy, worker("a2", "aggregated", live=5)]).worker == "a2"
+
+
+def test_a_worker_that_broke_the_request_is_the_last_choice_but_still_a_choice() -> None:
+    workers = [worker(name, "context", live) for name, live in (("c1", 0), ("c2", 5))]
+    workers += [worker(name, "generation", live) for name, live in (("g1", 0), ("g2", 5))]
+    everyone = pairs("c1g1", "c1g2", "c2g1", "c2g2")
+    broke = Errand(avoid=frozenset({"c1", "g1"}))
+    assert choose_split(workers, everyone, broke) == SplitRoute("c2", "g2")
+    assert choose_split([workers[0], workers[2]], everyone, broke) == SplitRoute("c1", "g1")
+
+
+def contexts(*loads: int) -> list[WorkerSnapshot]:
+    return [worker(f"c{number}", "context", load) for number, load in enumerate(loads)]
+
+
+def context_of(prefix: bytes, workers: list[WorkerSnapshot], avoid: frozenset[str] = frozenset()) -> str:
+    everyone = frozenset((context.epoch, WorkerEpoch("g")) for context in workers)
+    return choose_split(
+        [*workers, worker("g", "generation")], everyone, Errand(prefix=prefix, avoid=avoid)
+    ).context
+
+
+PREFIXES = [prefix_of([number, 7], "") for number in range(200)]
+
+
+def test_prompts_that_begin_alike_go_to_one_context_worker_and_others_spread() -> None:
+    homes = [context_of(prefix, contexts(0, 0, 0, 0)) for prefix in PREFIXES]
+    assert homes == [context_of(prefix, contexts(2, 1, 0, 2)[::-1]) for prefix in PREFIXES]
+    assert all(30 <= homes.count(f"c{number}") <= 70 for number in range(4))
+
+
+def test_a_context_worker_that_leaves_moves_only_its_own_prompts() -> None:
+    before = [context_of(prefix, contexts(0, 0, 0, 0)) for prefix in PREFIXES]
+    after = [context_of(prefix, contexts(0, 0, 0, 0)[1:]) for prefix in PREFIXES]
+    assert all(old in ("c0", new) for old, new in zip(before, after, strict=True))
+    avoiding = [context_of(prefix, contexts(0, 0, 0, 0), frozenset({"c0"})) for prefix in PREFIXES]
+    assert avoiding == after
+
+
+def test_a_prefix_is_not_worth_waiting_behind_many_requests() -> None:
+    prefix = next(prefix for prefix in PREFIXES if context_of(prefix, contexts(0, 0)) == "c0")
+    assert context_of(prefix, contexts(AFFINITY_SLACK, 0)) == "c0"
+    assert context_of(prefix, contexts(AFFINITY_SLACK + 1, 0)) == "c1"
+
+
+def test_a_prefix_is_its_first_tokens_and_its_salt() -> None:
+    head = list(range(PREFIX_TOKENS))
+    assert prefix_of([*head, 1, 2], "") == prefix_of([*head, 3], "")
+    assert prefix_of(head, "mine") != prefix_of(head, "")
+    assert prefix_of([*head[1:], 0], "") != prefix_of(head, "")
+
+
+workers_of_all_kinds = st.lists(
+    st.builds(
+        WorkerSnapshot,
+        name=st.text(min_size=1, max_size=3),
+        role=st.sampled_from(["context", "generation", "aggregated"]),
+        ready=st.booleans(),
+        epoch=st.sampled_from([WorkerEpoch(letter) for letter in "abcdef"]),
+        live=st.integers(0, 9),
+        others=st.integers(0, 3),
+        waiting=st.integers(0, 3),
+        free_pages=st.integers(0, 99),
+        num_slots=st.integers(0, 9),
+        page_size=st.sampled_from([0, 16]),
+        draining=st.booleans(),
+    ),
+    max_size=8,
+    unique_by=lambda snapshot: snapshot.name,
+)
+
+
+@given(
+    workers=workers_of_all_kinds,
+    paired=st.frozensets(st.tuples(*[st.sampled_from([WorkerEpoch(x) for x in "abcdef"])] * 2)),
+    num_tokens=st.integers(0, 2000),
+    avoid=st.frozensets(st.text(max_size=3), max_size=4),
+)
+def test_whatever_the_cluster_looks_like_a_route_is_open_and_paired_or_there_is_none(
+    workers: list[WorkerSnapshot],
+    paired: frozenset[tuple[WorkerEpoch, WorkerEpoch]],
+    num_tokens: int,
+    avoid: frozenset[str],
+) -> None:
+    errand = Errand(num_tokens=num_tokens, prefix=b"prefix", avoid=avoid)
+    by_name = {snapshot.name: snapshot for snapshot in workers}
+    routable = [
+        (c, g)
+        for c in workers
+        for g in workers
+        if (c.role, g.role) == ("context", "generation")
+        and c.open
+        and g.open
+        and (c.epoch, g.epoch) in paired
+    ]
+    try:
+        route = choose_split(workers, paired, errand)
+    except NoRoute:
+        assert not routable
+    else:
+        assert (by_name[route.context], by_name[route.generation]) in routable
+        assert choose_split(workers[::-1], paired, errand) == route
