@@ -2,7 +2,8 @@
 
 A history is a configuration of the pair, a link, and a list of things that happen: requests come, are cancelled on
 either side, workers stall, die and are replaced, told or not. The model of a request is its golden text, what an
-aggregated worker answers alone. After every tick every ledger and book is checked; when the link has calmed down,
+aggregated worker answers alone. After every tick every ledger and book is checked, and that free pages still hold the
+mark they got when they became free: nobody writes what nobody owns. When the link has calmed down,
 every request is over, every counter is back at its baseline, every finished request has its golden text, and every
 other one a beginning of it.
 
@@ -20,10 +21,14 @@ from hypothesis import strategies as st
 
 from kvmanager.ids import RequestId
 from kvmanager.layout import DraftKv, PoolLayout
+from kvmanager.manager import DraftKvManager
+from kvmanager.pool import PagePool
+from kvmanager.runs import PageRun
 from tests.workers.split_pair import SplitPair, config, run_aggregated
+from transceiver import content, wire
 from transceiver.loopback import Faults
 from transceiver.records import Timing
-from transceiver.wire import Verify
+from transceiver.wire import Region, Verify
 from workers.assembly import Models
 from workers.config import WorkerConfig
 from workers.errors import WorkerRefused
@@ -38,6 +43,7 @@ SAMPLINGS = [
     SamplingParams(max_tokens=5, ignore_eos=True),
     SamplingParams(max_tokens=1, ignore_eos=True, temperature=1.0, seed=1, draft_tokens=0),
 ]
+MARK = 0xEE
 CALM_TICKS = 600  # to the end of every lease, deadline and repetition, and of the longest answer
 
 
@@ -161,6 +167,32 @@ def worker(role: Role, place: int, setting: Setting) -> WorkerConfig:
     )
 
 
+class FreePages:
+    """One pool's free pages, marked. Any byte of them that changes was written by somebody who had no right to."""
+
+    def __init__(self, pool: PagePool, region: Region) -> None:
+        self._view = content.memory(region.address, region.size_bytes).reshape(-1, region.page_bytes)
+        self._marked: set[int] = set()
+        runs = pool._free
+        self._give, self._take = runs.give, runs.take
+        runs.give, runs.take = self._given, self._taken  # type: ignore[method-assign]
+
+    def _given(self, run: PageRun) -> None:
+        pages = list(run.page_ids())
+        self._view[pages] = MARK
+        self._marked.update(pages)
+        self._give(run)
+
+    def _taken(self, count: int) -> list[PageRun]:
+        taken = self._take(count)
+        self._marked.difference_update(page for run in taken for page in run.page_ids())
+        return taken
+
+    def check(self) -> None:
+        pages = sorted(self._marked)
+        assert (self._view[pages] == MARK).all(), "a page that nobody owns was written"
+
+
 class History:
     def __init__(self, models: Models, setting: Setting) -> None:
         self.pair = SplitPair(
@@ -174,6 +206,16 @@ class History:
         self._multiple = max(setting.page_sizes)
         self._asked: list[tuple[RequestId, Ask]] = []
         self._stalled: dict[Role, int] = {"context": 0, "generation": 0}
+        self._free: dict[Role, list[FreePages]] = {role: self._watch(role) for role in self._stalled}
+
+    def _watch(self, role: Role) -> list[FreePages]:
+        ledger = (self.pair.context if role == "context" else self.pair.generation).ledger
+        pools = wire.decode_hello(self.pair._assemblies[role].facts.hello).pools
+        watched = [FreePages(ledger.target.pool, pools.target)]
+        if pools.draft is not None:
+            assert isinstance(ledger.draft, DraftKvManager)
+            watched.append(FreePages(ledger.draft.pool, pools.draft))
+        return watched
 
     def play(self, happening: Happening) -> None:
         match happening:
@@ -193,6 +235,7 @@ class History:
             case Restart(role, told):
                 self._stalled[role] = 0
                 self.pair.restart(role, told=told)
+                self._free[role] = self._watch(role)
             case Leap(seconds):
                 self.pair.now_s += seconds
             case Stall(role, ticks):
@@ -208,6 +251,8 @@ class History:
         for _ in range(ticks):
             running = {role: self._stalled[role] == 0 for role in self._stalled}
             self.pair.tick(context=running["context"], generation=running["generation"])
+            for free in (*self._free["context"], *self._free["generation"]):
+                free.check()
             for role, left in self._stalled.items():
                 self._stalled[role] = max(left - 1, 0)
 
