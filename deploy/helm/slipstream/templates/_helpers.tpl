@@ -47,13 +47,8 @@ app.kubernetes.io/component: {{ eq .Values.gateway.kind "Deployment" | ternary "
   "metrics" (printf "0.0.0.0:%d" (int .Values.monitoring.port))
   "context_workers" (int .Values.context.replicas)
   "generation_workers" (int .Values.generation.replicas)
-  "drain_s" (int .Values.gateway.drainSeconds)
-  "startup_timeout_s" (int .Values.gateway.startupSeconds)
-  "placement" (dict
-    "role_label" "slipstream/role"
-    "domain_label" .Values.placement.domainLabel
-    "gpus" (int .Values.gpusPerWorker)
-    "timeout_s" (int .Values.placement.timeoutSeconds))
+  "drain_s" .Values.gateway.drainSeconds
+  "startup_timeout_s" .Values.gateway.startupSeconds
 -}}
 {{- if .Values.gateway.tokens.existingSecret -}}
 {{- $_ := set $set "token_file" (printf "/etc/slipstream/tokens/%s" .Values.gateway.tokens.key) -}}
@@ -65,7 +60,17 @@ app.kubernetes.io/component: {{ eq .Values.gateway.kind "Deployment" | ternary "
 {{- if .clientCaKey -}}{{- $_ := set $set "tls_client_ca_file" (printf "/etc/slipstream/tls/%s" .clientCaKey) -}}{{- end -}}
 {{- end -}}
 {{- end -}}
-{{- toToml (merge $set .Values.config) -}}
+{{- /* Values as JSON are TOML too. Helm's own toToml makes every number a float, which an integer key refuses. */ -}}
+{{- range $key, $value := merge $set .Values.config }}
+{{- if not (kindIs "invalid" $value) }}
+{{- $key }} = {{ toRawJson $value }}
+{{ end -}}
+{{- end }}
+[placement]
+role_label = "slipstream/role"
+domain_label = {{ toRawJson .Values.placement.domainLabel }}
+gpus = {{ .Values.gpusPerWorker }}
+timeout_s = {{ .Values.placement.timeoutSeconds }}
 {{- end -}}
 
 {{/* Ray's authentication, for containers that the KubeRay operator does not touch. */}}

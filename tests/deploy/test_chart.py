@@ -1,0 +1,310 @@
+"""The helm chart: it lints, renders what it promises on every Kubernetes, and refuses what is wrong."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from cluster.config import ClusterConfig, load_config
+from cluster.version import VERSION
+from tests.deploy.charts import (
+    CHART,
+    CLONE,
+    EXAMPLES,
+    GOLDEN,
+    MONITORING,
+    Object,
+    example,
+    golden,
+    helm,
+    one,
+    pods,
+    render,
+)
+
+KUBERNETES = [f"1.{minor}.0" for minor in range(31, 38)]
+
+
+def configuration(objects: list[Object], folder: Path) -> ClusterConfig:
+    """What the gateway of a render would run with."""
+    if any(o["kind"] == "RayJob" for o in objects):
+        entrypoint = one(objects, "RayJob")["spec"]["entrypoint"]
+        packed = re.match(r"echo (\S+) \| base64 -d > (\S+) && exec .* --config \2$", entrypoint)
+        assert packed is not None, entrypoint
+        text = base64.b64decode(packed[1]).decode()
+    else:
+        text = one(objects, "ConfigMap", "-config")["data"]["slipstream.toml"]
+    path = folder / "slipstream.toml"
+    path.write_text(text)
+    return load_config(path, {})
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_it_lints_strictly(name: str) -> None:
+    done = helm("lint", "--strict", str(CHART), *example(name))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("kubernetes", KUBERNETES)
+def test_it_renders_every_example_for_every_supported_kubernetes(kubernetes: str) -> None:
+    for name in EXAMPLES:
+        kinds = {o["kind"] for o in render(*example(name), kubernetes=kubernetes)}
+        assert {"RayCluster", "Service", "NetworkPolicy", "ServiceAccount"} <= kinds
+        assert "ServiceMonitor" not in kinds
+
+
+def test_it_refuses_a_kubernetes_that_is_too_old() -> None:
+    done = helm("template", "slip", str(CHART), "--kube-version", "1.30.0")
+    assert done.returncode != 0
+    assert "incompatible" in done.stderr
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_renders_change_only_on_purpose(name: str) -> None:
+    rendered = golden(render(*example(name), "--api-versions", MONITORING))
+    kept = (GOLDEN / f"{name}.yaml").read_text(encoding="utf-8")
+    assert rendered == kept, "changed on purpose? run 'python -m tests.deploy.charts'"
+
+
+@pytest.mark.parametrize(
+    ("setting", "complaint"),
+    [
+        ("gatway.kind=RayJob", "additional properties 'gatway' not allowed"),
+        ("gateway.kind=StatefulSet", "at '/gateway/kind': value must be one of 'Deployment', 'RayJob'"),
+        ("gateway.replicas=2", "at '/gateway': additional properties 'replicas' not allowed"),
+        ("context.replicas=0", "at '/context/replicas': minimum: got 0, want 1"),
+        ("config.max_batch=many", "at '/config/max_batch': got string, want integer"),
+        ("config.max_bach=8", "at '/config': additional properties 'max_bach' not allowed"),
+        ("config.listen=0.0.0.0:1", "at '/config': additional properties 'listen' not allowed"),
+        ("image.digest=latest", "at '/image/digest'"),
+        ("ray.auth.mode=none", "at '/ray/auth/mode': value must be one of 'token', 'disabled'"),
+        ("model.volume.nfs.server=x", "at '/model/volume': additional properties 'nfs' not allowed"),
+        ("context.shmSize=lots", "at '/context/shmSize'"),
+        ("gpusPerWorker=-1", "at '/gpusPerWorker'"),
+        ("networkPolicy.operator[0]=nobody", "at '/networkPolicy/operator/0': got string, want object"),
+        ("context.replicas=2", "context: minReplicas <= replicas <= maxReplicas must hold, got 1, 2, 1"),
+    ],
+)
+def test_wrong_values_are_refused_with_their_place(setting: str, complaint: str) -> None:
+    done = helm("template", "slip", str(CHART), "--set", setting)
+    assert done.returncode != 0
+    assert complaint in done.stderr
+
+
+def test_the_schema_forbids_unknown_keys_everywhere_but_in_kubernetes_own_objects() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    jsonschema.Draft7Validator.check_schema(schema)
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    jsonschema.validate(values, schema)
+    assert set(values) == set(schema["properties"]) - {"global"}
+
+    def walk(found: Any, where: str) -> None:
+        if isinstance(found, dict):
+            if found.get("properties"):
+                assert found["additionalProperties"] is False, where
+            for key, inner in found.items():
+                walk(inner, f"{where}/{key}")
+
+    walk(schema, "")
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_gateway_understands_the_configuration_it_is_given(name: str, tmp_path: Path) -> None:
+    objects = render(*example(name))
+    config = configuration(objects, tmp_path)
+    values = yaml.safe_load((CHART / "examples" / f"{name}.yaml").read_text())
+    assert config.pair == values["model"]["pair"]
+    assert config.worker_roles().count("context") == values["context"].get("replicas", 1)
+    assert config.max_batch == values["config"]["max_batch"]
+    assert config.placement.role_label == "slipstream/role"
+    assert config.placement.gpus == values.get("gpusPerWorker", 0)
+    assert config.drain_s == values["gateway"].get("drainSeconds", 60)
+    for group in one(objects, "RayCluster")["spec"]["workerGroupSpecs"]:
+        assert group["labels"]["slipstream/role"] == group["groupName"]
+        gpus = group["template"]["spec"]["containers"][0]["resources"]["limits"].get("nvidia.com/gpu", "0")
+        assert float(gpus) == config.placement.gpus
+
+
+def test_tokens_and_tls_are_mounted_where_the_configuration_looks(tmp_path: Path) -> None:
+    secrets = ("--set", "gateway.tokens.existingSecret=t", "--set", "gateway.tls.existingSecret=c")
+    for kind in ("Deployment", "RayJob"):
+        objects = render(*secrets, "--set", f"gateway.kind={kind},gateway.tls.clientCaKey=ca.crt")
+        config = configuration(objects, tmp_path)
+        where = (
+            "Deployment slip-slipstream-gateway"
+            if kind == "Deployment"
+            else "RayCluster slip-slipstream head"
+        )
+        pod = dict(pods(objects))[where]["spec"]
+        mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+        assert config.token_file == f"{mounts['tokens']}/tokens"
+        assert config.tls_cert_file == f"{mounts['tls']}/tls.crt"
+        assert config.tls_client_ca_file == f"{mounts['tls']}/ca.crt"
+        secret = {volume["name"]: volume.get("secret") for volume in pod["volumes"]}
+        assert (secret["tokens"]["secretName"], secret["tls"]["secretName"]) == ("t", "c")
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_no_pod_has_rights_that_it_does_not_need(name: str) -> None:
+    rdma = name == "rdma"
+    for where, pod in pods(render(*example(name))):
+        spec = pod["spec"]
+        assert spec["securityContext"]["runAsNonRoot"] is True, where
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, where
+        if not (rdma and where.endswith("head")):  # Ray's autoscaler there asks the API server
+            assert spec["automountServiceAccountToken"] is False, where
+        for container in spec["containers"]:
+            security = container["securityContext"]
+            assert security["readOnlyRootFilesystem"] is True, where
+            assert security["allowPrivilegeEscalation"] is False, where
+            worker = where.endswith((" context", " generation"))
+            added = {"add": ["IPC_LOCK"]} if rdma and worker else {}
+            assert security["capabilities"] == {"drop": ["ALL"], **added}, where
+            assert container["resources"]["limits"]["memory"], where
+            writable = {
+                mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")
+            }
+            assert "/tmp" in writable, where
+            assert writable <= {"/tmp", "/dev/shm"}, where
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_pod_gets_longer_than_its_drain_takes(name: str, tmp_path: Path) -> None:
+    objects = render(*example(name))
+    drain_s = configuration(objects, tmp_path).drain_s
+    for where, pod in pods(objects):
+        if where.endswith(("-gateway", " context", " generation")):
+            spec = pod["spec"]
+            before_s = spec["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
+            drained_s = before_s + (drain_s if where.endswith("-gateway") else 0)
+            assert drained_s >= drain_s, where
+            assert spec["terminationGracePeriodSeconds"] >= drained_s + 10, where
+    for job in objects:
+        if job["kind"] == "RayJob":
+            env = yaml.safe_load(job["spec"]["runtimeEnvYAML"])["env_vars"]
+            assert int(env["RAY_JOB_STOP_WAIT_TIME_S"]) >= drain_s + 10
+
+
+def test_every_selector_selects_pods_of_this_release_alone() -> None:
+    for name in EXAMPLES:
+        objects = render(*example(name))
+        labels = [pod["metadata"]["labels"] for where, pod in pods(objects) if not where.startswith("Pod ")]
+        for made in objects:
+            match made["kind"]:
+                case "Service":
+                    selector = made["spec"]["selector"]
+                case "PodDisruptionBudget":
+                    selector = made["spec"]["selector"]["matchLabels"]
+                case "NetworkPolicy":
+                    selector = made["spec"]["podSelector"]["matchLabels"]
+                case _:
+                    continue
+            assert selector["app.kubernetes.io/instance"] == "slip"
+            assert any(selector.items() <= one_pods.items() for one_pods in labels), made["metadata"]["name"]
+
+
+def test_ports_that_services_and_policies_name_exist() -> None:
+    for kind in ("Deployment", "RayJob"):
+        objects = render("--set", f"gateway.kind={kind}")
+        gateway = one(objects, "Service", "slipstream")["spec"]
+        [pod] = [
+            p for _, p in pods(objects) if gateway["selector"].items() <= p["metadata"]["labels"].items()
+        ]
+        named = {port["name"] for port in pod["spec"]["containers"][0]["ports"]}
+        assert {port["targetPort"] for port in gateway["ports"]} <= named
+        assert one(objects, "Service", "-metrics")["spec"]["ports"][0]["targetPort"] in named
+        for rule in one(objects, "NetworkPolicy", "-gateway")["spec"]["ingress"]:
+            assert {port["port"] for port in rule["ports"]} <= named
+
+
+def test_the_gateway_pods_script_is_a_script_that_ends_as_the_gateway() -> None:
+    container = one(render(), "Deployment")["spec"]["template"]["spec"]["containers"][0]
+    assert container["command"] == ["/bin/sh", "-ec"]
+    [script] = container["args"]
+    assert subprocess.run(["/bin/sh", "-n", "-c", script], check=False).returncode == 0
+    assert script.splitlines()[-1].startswith("exec python -m cluster serve ")
+
+
+def test_probes_speak_grpc_and_with_tls_http() -> None:
+    def probes(*arguments: str) -> list[Object]:
+        container = one(render(*arguments), "Deployment")["spec"]["template"]["spec"]["containers"][0]
+        return [container[f"{name}Probe"] for name in ("startup", "readiness", "liveness")]
+
+    assert all(probe["grpc"] == {"port": 50051} for probe in probes())
+    with_tls = probes("--set", "gateway.tls.existingSecret=c")
+    assert all(probe["httpGet"] == {"path": "/ready", "port": "slip-metrics"} for probe in with_tls)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_kuberay_knows_every_field(name: str) -> None:
+    shapes = json.loads((Path(__file__).parent / "kuberay_v1_7_0.json").read_text())
+    checked = 0
+    for made in render(*example(name)):
+        if made["kind"] in ("RayCluster", "RayJob"):
+            jsonschema.validate(made["spec"], {**shapes[made["kind"]], "RayCluster": shapes["RayCluster"]})
+            checked += 1
+    assert checked == (2 if name == "rdma" else 1)
+    wrong = one(render(*example(name)), "RayCluster")["spec"]
+    wrong["workerGroupSpecs"][0]["replica"] = 1
+    with pytest.raises(jsonschema.ValidationError, match="'replica' was unexpected"):
+        jsonschema.validate(wrong, shapes["RayCluster"])
+
+
+def test_ray_authentication_reaches_the_gateway() -> None:
+    def env(*arguments: str) -> dict[str, Any]:
+        container = one(render(*arguments), "Deployment")["spec"]["template"]["spec"]["containers"][0]
+        return {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in container["env"]}
+
+    made_by_operator = env()["RAY_AUTH_TOKEN"]["secretKeyRef"]
+    assert made_by_operator == {"name": "slip-slipstream", "key": "auth_token"}
+    assert env("--set", "ray.auth.existingSecret=mine")["RAY_AUTH_TOKEN"]["secretKeyRef"]["name"] == "mine"
+    disabled = env("--set", "ray.auth.mode=disabled")
+    assert disabled["RAY_AUTH_MODE"] == "disabled"
+    assert "RAY_AUTH_TOKEN" not in disabled
+    assert one(render(), "RayCluster")["spec"]["authOptions"] == {"mode": "token"}
+
+
+def test_monitoring_carries_the_repositorys_rules_and_dashboard() -> None:
+    objects = render("--api-versions", MONITORING)
+    assert one(objects, "ServiceMonitor")["spec"]["endpoints"][0]["port"] == "metrics"
+    rules = one(objects, "ConfigMap", "-alerts")["data"]["slipstream-alerts.yaml"]
+    kept = (CLONE / "deploy" / "dashboards" / "alerts.yaml").read_text()
+    assert yaml.safe_load(rules) == yaml.safe_load(kept)
+    board = one(objects, "ConfigMap", "-dashboard")["data"]["slipstream.json"]
+    assert json.loads(board) == json.loads((CLONE / "deploy/dashboards/slipstream.json").read_text())
+
+
+def test_a_changed_configuration_restarts_the_gateway_and_an_unchanged_one_does_not() -> None:
+    def job(*arguments: str) -> str:
+        return str(one(render("--set", "gateway.kind=RayJob", *arguments), "RayJob")["metadata"]["name"])
+
+    assert job() == job("--set", "gateway.service.grpcPort=1")
+    assert job() != job("--set", "config.max_batch=3")
+
+
+def test_versions_agree() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["appVersion"] == VERSION
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    pinned = tomllib.loads((CLONE / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert f"ray=={values['ray']['version']}" in pinned
+
+
+def test_the_readme_lists_the_values_and_the_schema_knows_the_configuration() -> None:
+    done = subprocess.run(
+        [sys.executable, str(CLONE / "deploy" / "chart.py"), "--check"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
