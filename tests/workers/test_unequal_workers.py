@@ -32,6 +32,9 @@ def assert_answers_as_one_worker(models: Models, context: WorkerConfig, generati
         assert one.stats is not None
         assert outcome.stats.decode_steps == one.stats.decode_steps
         assert outcome.stats.prompt_tokens_computed == 0
+    here, there = pair.context.counters, pair.generation.counters
+    assert (here.kv_bytes_target, here.kv_bytes_draft) == (there.kv_bytes_target, there.kv_bytes_draft)
+    assert there.kv_bytes_draft > 0
 
 
 @pytest.mark.parametrize("draft_kv", ["mirrored", "unified"])
