@@ -39,6 +39,7 @@ class RayHead:
         self.home = Path("/tmp") / f"slip-{os.getpid()}-{time.monotonic_ns() % 100_000}"
         self.home.mkdir()
         gcs, dashboard, agent, agent_grpc, metrics, client = free_ports(6)
+        self.address = f"127.0.0.1:{gcs}"
         self.dashboard = f"http://127.0.0.1:{dashboard}"
         binaries = Path(sys.executable).parent
         self.env = {
@@ -87,6 +88,16 @@ class RayHead:
             timeout=timeout_s,
             check=False,
         )
+
+    def add_node(self, node_ip: str, *arguments: str) -> None:
+        """A further node of this Ray on this machine, under another of its addresses. Ends with the head."""
+        [agent] = free_ports(1)
+        done = self.run(
+            *("ray", "start", f"--address={self.address}", f"--node-ip-address={node_ip}"),
+            *("--object-store-memory=80000000", "--disable-usage-stats"),
+            *(f"--dashboard-agent-listen-port={agent}", *arguments),
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
 
     def ask(self, path: str, method: str = "GET") -> dict[str, Any]:
         """Ray's REST interface: cheaper than a process of its command line."""

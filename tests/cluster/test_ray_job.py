@@ -5,24 +5,29 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster.client import Client
 from tests.cluster.ray_head import RayHead, free_ports
+from tests.deploy.charts import example, one, render
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
 CONFIG = "deploy/examples/laptop.toml"
+either_way = pytest.mark.parametrize("head", ["auth off", "token auth"], indirect=True, scope="module")
+with_token = pytest.mark.parametrize("head", ["token auth"], indirect=True, scope="module")
 
 
-@pytest.fixture(scope="module", params=["", "a-token-of-this-test"], ids=["auth off", "token auth"])
+@pytest.fixture(scope="module")
 def head(request: pytest.FixtureRequest) -> Iterator[RayHead]:
-    head = RayHead(request.param)
+    head = RayHead("a-token-of-this-test" if request.param == "token auth" else "")
     yield head
     head.stop()
     assert head.processes() == []
@@ -36,6 +41,7 @@ def wait_until_over(head: RayHead, job: str, timeout_s: float = 60.0) -> dict[st
     return info
 
 
+@either_way
 def test_a_submitted_cluster_serves_and_drains_its_streams_when_the_job_is_stopped(head: RayHead) -> None:
     port = free_ports(1)[0]
     submitted = head.run(
@@ -84,6 +90,7 @@ def test_a_submitted_cluster_serves_and_drains_its_streams_when_the_job_is_stopp
     assert head.actors() == []
 
 
+@either_way
 def test_a_job_that_may_not_start_fails_with_its_reason(head: RayHead) -> None:
     wrong = ("--listen", "127.0.0.1:0", "--pair", "nine")
     if head.token:
@@ -97,12 +104,51 @@ def test_a_job_that_may_not_start_fails_with_its_reason(head: RayHead) -> None:
     assert "Traceback" not in failed.stdout + failed.stderr
 
 
+@with_token
 def test_a_client_without_the_clusters_token_is_told_what_to_set(head: RayHead) -> None:
-    if not head.token:
-        pytest.skip("only a cluster with tokens refuses")
     refused = head.run(
         "slipstream", "submit", "--address", head.dashboard, RAY_AUTH_MODE="disabled", RAY_AUTH_TOKEN=""
     )
     assert refused.returncode == 1, refused
     assert "RAY_AUTH_MODE=token" in refused.stderr
     assert "Traceback" not in refused.stderr
+
+
+@with_token
+def test_the_charts_gateway_pod_joins_as_a_node_and_serves_with_workers_on_nodes_of_their_role(
+    head: RayHead,
+) -> None:
+    objects = render(*example("laptop"))
+    container = one(objects, "Deployment")["spec"]["template"]["spec"]["containers"][0]
+    grpc, http, metrics = free_ports(3)
+    config = one(objects, "ConfigMap", "-config")["data"]["slipstream.toml"]
+    for its, ours in (("50051", grpc), ("8000", http), ("9090", metrics)):
+        config = config.replace(f"0.0.0.0:{its}", f"127.0.0.1:{ours}")
+    path = head.home / "slipstream.toml"
+    path.write_text(config)
+    # As KubeRay starts the groups' pods: labels, and the CPUs of their limits.
+    for node_ip, role in (("127.0.0.2", "context"), ("127.0.0.3", "generation")):
+        head.add_node(node_ip, "--num-cpus=1", f"--labels=slipstream/role={role}")
+
+    script = container["args"][0].replace("/etc/slipstream/config/slipstream.toml", str(path))
+    log = head.home / "gateway.log"
+    with log.open("w") as output:
+        gateway = subprocess.Popen(
+            [*container["command"], script],
+            env={**head.env, "RAY_ADDRESS": head.address, "POD_IP": "127.0.0.4"},
+            cwd=Path(__file__).parents[2],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    until_s = time.monotonic() + 120
+    while "ready on" not in log.read_text():
+        assert gateway.poll() is None, log.read_text()
+        assert time.monotonic() < until_s, log.read_text()
+        time.sleep(0.1)
+    with Client(f"127.0.0.1:{grpc}") as client:
+        assert "".join(event.text for event in client.generate([("user", "hello")], max_tokens=4))
+        nodes = {worker.name: worker.address.split(":")[0] for worker in client.cluster_state().workers}
+    assert nodes == {"context-0": "127.0.0.2", "generation-0": "127.0.0.3"}
+    gateway.send_signal(signal.SIGTERM)
+    assert gateway.wait(timeout=60) == 0
+    assert "Traceback" not in log.read_text()
