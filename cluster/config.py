@@ -21,6 +21,7 @@ from cluster.placement import PlacementConfig
 from kvmanager.layout import DraftKv, PoolLayout
 from transceiver.wire import Verify
 from workers.config import (
+    Admission,
     DraftPolicy,
     DtypeName,
     EveryRequestFits,
@@ -50,6 +51,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     neither the pools hold `max_batch` requests of `max_seq_len` tokens. `num_threads` None divides the machine's cores
     among the workers. `listen` is the gRPC door, `http` the OpenAI door, `metrics` a port for operators alone; an empty
     address is no door. Tokens and TLS guard the first two.
+    `admission` "grow" lets generation workers take in more requests than their pools could finish at once.
     """
 
     pair: str = "smollm2"
@@ -73,6 +75,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     pool_layout: PoolLayout = "strided"
     prefix_cache: bool = True
     verify: Verify = "tag"
+    admission: Admission = "full"
     max_batch: int = 8
     max_seq_len: int = 2048
     chunk_tokens: int = 256
@@ -157,6 +160,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             pool_layout=self.pool_layout,
             prefix_cache=self.prefix_cache,
             verify=self.verify,
+            admission=self.admission,
             max_batch=self.max_batch,
             max_seq_len=self.max_seq_len,
             chunk_tokens=self.chunk_tokens,

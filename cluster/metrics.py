@@ -203,6 +203,7 @@ _COUNTERS = (
         "Prompt tokens found in the worker's prefix cache",
         "cached_prompt_tokens",
     ),
+    ("preemptions", "Requests whose pages were taken for older ones", "preemptions"),
     ("worker_requests_finished", "Requests that ended at the worker", "requests_finished"),
 )
 _SPLIT = (

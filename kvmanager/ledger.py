@@ -1,7 +1,8 @@
 """The one object that engines talk to: target manager and draft manager, moved together.
 
 Life of a request: `reserve` binds one slot in both managers and takes pages for all its tokens and the
-look-ahead, the first of them from the prefix cache where it has them -> `commit` sets both lengths ->
+look-ahead, the first of them from the prefix cache where it has them -> perhaps `grow` adds more ->
+`commit` sets both lengths ->
 `remember` leaves its full pages to the cache -> on a context worker, `lease` makes the transfer a co-owner and
 `release_index_slot` frees the row -> `free` -> `end_lease` when the transfer is terminal. A call that raises
 leaves nothing behind.
@@ -131,19 +132,21 @@ class KvLedger:
         for manager in self._managers:
             manager.can_ever_fit(num_tokens)
 
-    def reserve(self, request: RequestId, num_tokens: int, prefix: Sequence[PageKey] = ()) -> SlotId:
+    def reserve(
+        self, request: RequestId, num_tokens: int, prefix: Sequence[PageKey] = (), *, spare_pages: int = 0
+    ) -> SlotId:
         """Bind the same slot in both managers and take pages for `num_tokens` + look-ahead positions.
 
         Pages of `prefix` (see `shareable`) that are cached become the request's first pages, and its length
-        starts behind them. Raises TooLong when it can never fit, SlotsExhausted or PoolExhausted when it does
-        not fit now, RequestExists.
+        starts behind them. `spare_pages` must remain free in each pool, for those who may grow. Raises TooLong
+        when it can never fit, SlotsExhausted or PoolExhausted when it does not fit now, RequestExists.
         """
         self.can_ever_fit(num_tokens)
         cache = self._cache
         hits = prefix[: cache.match(prefix)] if cache is not None else ()
         evictable = cache.num_idle - cache.num_idle_among(hits) if cache is not None else 0
         for manager in self._managers:
-            manager.can_take(request, num_tokens, shared=len(hits), evictable=evictable)
+            manager.can_take(request, num_tokens, shared=len(hits), evictable=evictable - spare_pages)
         try:
             shared: list[tuple[PageId, ...]] = [()] * len(self._managers)
             if cache is not None:
@@ -156,6 +159,23 @@ class KvLedger:
             self.free(request)
             raise
         return slot
+
+    def grow(self, request: RequestId, num_tokens: int) -> None:
+        """Add pages to a live request until it has them for `num_tokens` + look-ahead positions; it never shrinks.
+
+        A transfer that holds a lease on the request's pages does not own those that come later. Raises TooLong when
+        so many can never fit, PoolExhausted when they do not fit now, UnknownRequest, SlotReleased.
+        """
+        self.can_ever_fit(num_tokens)
+        cache = self._cache
+        evictable = cache.num_idle if cache is not None else 0
+        for manager in self._managers:
+            manager.can_grow(request, num_tokens, evictable=evictable)
+        if cache is not None:
+            cache.evict([manager.num_pages_to_grow(request, num_tokens) for manager in self._managers])
+        # An interrupt between the two leaves the drafter's pages behind the target's; the next call adds them.
+        for manager in self._managers:
+            manager.grow(request, num_tokens)
 
     @contextmanager
     def reserving(

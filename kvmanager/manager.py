@@ -108,6 +108,27 @@ class KvManager:
         if need > free:
             raise PoolExhausted(need=need, free=free, pool=self.name)
 
+    def num_pages_to_grow(self, request: RequestId, num_tokens: int) -> int:
+        """Pages that the request lacks for `num_tokens` and the look-ahead."""
+        return max(self.num_pages_for(num_tokens) - len(self._of(request).pages), 0)
+
+    def can_grow(self, request: RequestId, num_tokens: int, *, evictable: int = 0) -> None:
+        """Raise what growing the request would raise now, and change nothing."""
+        need = self.num_pages_to_grow(request, num_tokens)
+        self.slot(request)
+        free = self.pool.num_free + evictable
+        if need > free:
+            raise PoolExhausted(need=need, free=free, pool=self.name)
+
+    def grow(self, request: RequestId, num_tokens: int) -> None:
+        """Add the pages that the request lacks. The ledger has asked `can_grow` of every manager before."""
+        held = self._of(request)
+        taken = self.pool.take(self.num_pages_to_grow(request, num_tokens), RequestOwner(request))
+        if taken:
+            held.pages = (*held.pages, *taken)
+            self.slots.set_pages(request, held.pages)
+        held.capacity = max(held.capacity, num_tokens + self.limits.lookahead)
+
     def slot(self, request: RequestId) -> SlotId:
         """The request's slot. SlotReleased when it gave it back, UnknownRequest for a stranger."""
         try:

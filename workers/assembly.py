@@ -185,6 +185,8 @@ def build(config: WorkerConfig, models: Models, make_port: MakePort | None = Non
         max_draft_tokens=max_draft_tokens,
         eos_token_ids=frozenset(decoder.config.eos_token_ids),
         model_pair=_model_pair(config, models) if config.prefix_cache else "",
+        admission=config.admission,
+        growth_tokens=_whole_pages(lookahead, config.page_size),
     )
     epoch = WorkerEpoch(uuid.uuid4().hex)
     port: TransferPort | None = None

@@ -12,6 +12,7 @@ from workers.request import Role
 
 DtypeName = Literal["float32", "float64", "bfloat16", "float16"]
 DraftPolicy = Literal["full", "adaptive"]
+Admission = Literal["full", "grow"]
 
 
 class FixedPages(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="fixed_pages"):
@@ -51,7 +52,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     `drafting` False loads no drafter. `max_waiting` bounds the queue of requests not admitted yet, `chunk_tokens` the
     prompt tokens of one prefill step. `draft_kv` and `pool_layout`: see `kvmanager.layout`; `verify`, the check of
     shipped KV: see `transceiver.content`. Both workers of a pair must have the same `draft_kv` and `verify`.
-    `prefix_cache` keeps full pages of prompts for those that begin alike.
+    `prefix_cache` keeps full pages of prompts for those that begin alike. `admission` is a generation worker's alone: a
+    request gets all pages that it may need at once, or more as it grows (see `workers.growth`).
     """
 
     role: Role
@@ -66,6 +68,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_batch: int = 8
     max_seq_len: int = 2048
     max_waiting: int = 256
+    admission: Admission = "full"
     chunk_tokens: int = 256
     drafting: bool = True
     draft_tokens: DraftPolicy | int = "full"

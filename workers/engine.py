@@ -63,6 +63,7 @@ class EngineCounters:
     transfers_done: int = 0
     transfers_failed: int = 0
     requests_finished: int = 0
+    preemptions: int = 0
 
 
 class Engine(Protocol):

@@ -1,15 +1,23 @@
 """The generation engine: decodes prompts that were computed elsewhere.
 
-    waiting ──room in both ledgers──▶ reserved ──KV landed, first token──▶ decoding ──end | cancel──▶ gone
+    waiting ──room in both ledgers──▶ reserved ──KV landed, first token──▶ decoding ──end | cancel | preempted──▶ gone
                                          └──cancel | transfer broke──▶ draining ──transfer terminal──▶ gone
 
-A reservation covers the whole request in both ledgers: prompt, max_tokens, look-ahead. The slot bound then is a
-real one in target and draft alike, and when the KV lands the context length becomes the prompt length in both: the
-drafter starts with the whole prompt before its eyes. Nothing of a prompt is ever computed here.
+A reservation is one in both ledgers: prompt, max_tokens (or, under admission "grow", some of them), look-ahead. The
+slot bound then is a real one in target and draft alike, and when the KV lands the context length becomes the prompt
+length in both: the drafter starts with the whole prompt before its eyes. Nothing of a prompt is ever computed here.
+
+Pages can run out only under admission "grow". Then age decides, which a request keeps over all its runs: whoever lacks
+pages takes them from the youngest that decodes and is younger than itself, which is preempted: its pages and slot
+return, and its gateway brings it back, as a longer prompt, through a context worker. It is let in again before all
+younger ones. The youngest itself waits where it is, and nobody is let in while somebody lacks pages. So the oldest is
+never preempted and lacks pages only while transfers hold them, which end by themselves; whoever is not the oldest
+becomes it. Each run of a request emits a token at least, because only what has landed can be preempted.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +32,7 @@ from workers.decode import DecodeLoop
 from workers.engine import Emitted, EngineCounters, EngineEvent, Granted, Refused
 from workers.errors import AdmissionTimeout, EngineFailed, InvalidRequest, Overloaded, RequestCancelled
 from workers.faults import Fault
+from workers.growth import PageGrowth
 from workers.handoff import bytes_apart, first_logprob
 from workers.limits import EngineLimits
 from workers.request import RequestOutput, Reservation, ReserveRequest
@@ -63,12 +72,14 @@ class GenerationEngine:
         self._runner = runner
         self._limits = limits
         self._reuse = PrefixReuse(ledger, limits)
+        self._growth = PageGrowth(ledger, limits)
         self._port = port
         self._epoch = epoch
         self._new_id = new_id
-        self._waiting: deque[_GenerationJob] = deque()
+        self._waiting: deque[_GenerationJob] = deque()  # oldest first
         self._transfers: dict[TransferId, _GenerationJob] = {}
-        self._decoding: list[Sequence] = []
+        self._decoding: list[Sequence] = []  # oldest first
+        self._lacking: list[Sequence] = []  # those of them that no page was left for in this step
         self._events: list[EngineEvent] = []
 
     def reserve(self, request: ReserveRequest, now_s: float) -> None:
@@ -94,7 +105,7 @@ class GenerationEngine:
         check_lengths(
             request.num_prompt_tokens, request.sampling.max_tokens, self._limits.max_seq_len, self.ledger
         )
-        if len(self._waiting) >= self._limits.max_waiting:
+        if len(self._waiting) >= self._limits.max_waiting and not request.age_s:
             raise Overloaded(f"{len(self._waiting)} requests are waiting already (max_waiting)")
         sequence = self._limits.remote_sequence(
             request.request_id,
@@ -103,7 +114,8 @@ class GenerationEngine:
             request.prompt_token_ids,
             request.cache_salt,
         )
-        self._waiting.append(_GenerationJob(request, sequence, now_s + request.ttl_s))
+        sequence.since_s = now_s - request.age_s
+        insort(self._waiting, _GenerationJob(request, sequence, now_s + request.ttl_s), key=_since_s)
 
     def step(self, now_s: float) -> list[EngineEvent]:
         for event in self._port.poll(now_s):
@@ -115,9 +127,12 @@ class GenerationEngine:
                 case Delivered():
                     raise AssertionError(f"a generation worker sent a transfer: {event.transfer}")
         self._expire_waiting(now_s)
-        self._admit(now_s)
-        if self._decoding:
-            self._events.extend(Emitted(output) for output in self.decode.step(self._decoding))
+        self._lacking = self._grow()
+        if not self._lacking:
+            self._admit(now_s)
+        ready = [sequence for sequence in self._decoding if sequence not in self._lacking]
+        if ready:
+            self._events.extend(Emitted(output) for output in self.decode.step(ready))
             self._drop_finished()
             self.counters.steps += 1
         events, self._events = self._events, []
@@ -142,8 +157,7 @@ class GenerationEngine:
                 self._decoding.remove(sequence)
                 sequence.finish_reason = "cancelled"
                 self._events.append(Emitted(sequence.report(())))
-                self.ledger.free(request_id)
-                self.decode.forget(request_id)
+                self._let_go(sequence)
                 return
 
     def fail_all(self, reason: str) -> list[EngineEvent]:
@@ -157,7 +171,7 @@ class GenerationEngine:
                 self._port.abort(transfer, reason)
                 self._events.append(Emitted(_error(job.request.request_id, reason)))
         for sequence in self._decoding:
-            self.ledger.free(sequence.request_id)
+            self._let_go(sequence)
             self._events.append(Emitted(_error(sequence.request_id, reason)))
         self._decoding.clear()
         events, self._events = self._events, []
@@ -173,10 +187,14 @@ class GenerationEngine:
         self._port.check()
         if self.ledger.usage().slots_in_use != len(self._transfers) + len(self._decoding):
             raise AssertionError("slots and live requests differ")
+        ages = [sequence.since_s for sequence in self._decoding]
+        if ages != sorted(ages):
+            raise AssertionError("a younger request stands before an older one")
 
     @property
     def idle(self) -> bool:
-        return not (self._decoding or self._events or (self._waiting and not self._transfers))
+        able = len(self._decoding) > len(self._lacking)
+        return not (able or self._events or (self._waiting and not self._transfers))
 
     @property
     def num_running(self) -> int:
@@ -191,18 +209,20 @@ class GenerationEngine:
         return len(self._transfers)
 
     def _admit(self, now_s: float) -> None:
-        """First come, first served: a request that does not fit yet holds back those behind it, so none starves."""
+        """The oldest first: a request that does not fit yet holds back those behind it, so none starves."""
         while self._waiting:
             job = self._waiting[0]
             request_id, prompt = job.request.request_id, job.request.num_prompt_tokens
             try:
                 self.ledger.reserve(
                     request_id,
-                    prompt + job.request.sampling.max_tokens,
+                    self._growth.at_admission(job.sequence),
                     self._reuse.prefix(job.sequence, job.request.position_multiple),
+                    spare_pages=self._growth.spare_pages(len(self._decoding) + len(self._transfers)),
                 )
             except (PoolExhausted, SlotsExhausted):
                 return
+            self._growth.admitted(job.sequence)
             self._waiting.popleft()
             first_position = self.ledger.length(request_id)
             job.transfer = TransferId(self._new_id())
@@ -240,7 +260,7 @@ class GenerationEngine:
         self.counters.kv_bytes_target += bytes_target
         self.counters.kv_bytes_draft += bytes_draft
         if job.cancelled:
-            self.ledger.free(sequence.request_id)
+            self._let_go(sequence)
             return
         sequence.kv_bytes_target = bytes_target
         sequence.kv_bytes_draft = bytes_draft
@@ -253,13 +273,13 @@ class GenerationEngine:
         self.counters.cached_prompt_tokens += sequence.cached_prompt_tokens
         token = event.handoff.first_token
         sequence.take([token])
-        self._decoding.append(sequence)
+        insort(self._decoding, sequence, key=lambda decoding: decoding.since_s)
         self._events.append(Emitted(sequence.report([token], first_logprob(event.handoff))))
         self._drop_finished()
 
     def _broke(self, event: Broke) -> None:
         job = self._transfers.pop(event.transfer)
-        self.ledger.free(job.request.request_id)
+        self._let_go(job.sequence)
         self.counters.transfers_failed += 1
         if not job.cancelled:
             reason = f"the KV transfer ended in {event.state}: {event.reason}"
@@ -275,10 +295,42 @@ class GenerationEngine:
         for sequence in self._decoding:
             if sequence.finish_reason is not None:
                 self._reuse.leave_answer(sequence)
-                self.ledger.free(sequence.request_id)
-                self.decode.forget(sequence.request_id)
+                self._let_go(sequence)
                 self.counters.requests_finished += 1
         self._decoding = [s for s in self._decoding if s.finish_reason is None]
+
+    def _grow(self) -> list[Sequence]:
+        """Give everyone the pages of the coming step, the oldest first; returns whom there are none for."""
+        lacking = []
+        for sequence in self._growth.lacking(self._decoding):
+            if sequence.finish_reason is not None:
+                continue  # preempted meanwhile
+            while not self._growth.grow(sequence):
+                youngest = self._decoding[-1]
+                if youngest is sequence:
+                    lacking.append(sequence)
+                    break
+                self._preempt(youngest)
+        return lacking
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Its KV stays in the prefix cache until its pages are wanted, which may spare the next run some of it."""
+        self._decoding.remove(sequence)
+        self._reuse.leave_answer(sequence)
+        sequence.finish_reason = "preempted"
+        self._events.append(Emitted(sequence.report(())))
+        self._let_go(sequence)
+        self.counters.preemptions += 1
+
+    def _let_go(self, sequence: Sequence) -> None:
+        self._lacking = []  # there are pages again
+        self.ledger.free(sequence.request_id)
+        self._growth.forget(sequence.request_id)
+        self.decode.forget(sequence.request_id)
+
+
+def _since_s(job: _GenerationJob) -> float:
+    return job.sequence.since_s
 
 
 def _tail(

@@ -192,6 +192,7 @@ class EngineHost:
             last_progress_age_s=time.monotonic() - self._last_progress_s,
             cached_pages=usage.cached_pages,
             cached_prompt_tokens=counters.cached_prompt_tokens,
+            preemptions=counters.preemptions,
         )
 
     async def _ask(self, request_id: RequestId | None, command: Callable[[float], None]) -> Any:

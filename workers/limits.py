@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvmanager.ids import PageKey, RequestId
 from kvmanager.prefix import page_keys
+from workers.config import Admission
 from workers.request import SamplingParams
 from workers.sequence import Sequence
 
@@ -16,7 +17,7 @@ class EngineLimits:
     """`chunk_tokens`: prompt positions computed per step, a multiple of the page size so that pages travel once.
 
     `max_draft_tokens`: 0 on a worker without a drafter. `model_pair` names what KV means, for the prefix cache; empty
-    on a worker without one.
+    on a worker without one. `growth_tokens`: what a request gets at a time under admission "grow".
     """
 
     vocab_size: int
@@ -27,6 +28,8 @@ class EngineLimits:
     max_draft_tokens: int
     eos_token_ids: frozenset[int]
     model_pair: str = ""
+    admission: Admission = "full"
+    growth_tokens: int = 0
 
     def page_keys(
         self, token_ids: Items[int], salt: str, known: tuple[PageKey, ...] = ()

@@ -167,6 +167,7 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     last_progress_age_s: float
     cached_pages: int = 0
     cached_prompt_tokens: int = 0
+    preemptions: int = 0
 
 
 class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,6 +22,7 @@ class Sequence:
     """State of one request. `drafting` is False when it asked for no drafts or the worker has no drafter.
 
     `page_keys` name the prompt's full pages in the prefix cache; none when it is not to be looked for there.
+    `since_s`, on the engine's clock, is when its first run was let in: the older goes before the younger.
     `draft_origin` is the first position the drafter's context covers: 0 in service, moved only by an injected fault.
     """
 
@@ -36,6 +37,7 @@ class Sequence:
     cache_salt: str = ""
     cached_prompt_tokens: int = 0
     draft_origin: int = 0
+    since_s: float = 0.0
     output: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     prompt_tokens_computed: int = 0

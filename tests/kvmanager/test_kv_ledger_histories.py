@@ -148,6 +148,40 @@ class LedgerHistory(RuleBasedStateMachine):
         with self.refused(ZeroDivisionError), self.ledger.reserving(request, num_tokens):
             raise ZeroDivisionError
 
+    @rule(request=requests, num_tokens=st.integers(1, MAX_SEQ_LEN + 1))
+    def grow(self, request: RequestId, num_tokens: int) -> None:
+        pools = range(len(self.page_sizes))
+        held = self.live.get(request)
+        if num_tokens > MAX_SEQ_LEN or any(
+            self.need(num_tokens, pool) > self.num_pages[pool] - 1 for pool in pools
+        ):
+            with self.refused(TooLong):
+                self.ledger.grow(request, num_tokens)
+        elif held is None:
+            with self.refused(UnknownRequest):
+                self.ledger.grow(request, num_tokens)
+        elif held.slot is None:
+            with self.refused(SlotReleased):
+                self.ledger.grow(request, num_tokens)
+        elif any(
+            self.need(num_tokens, p) - len(pages_in(held.pages, p))
+            > self.num_pages[p] - 1 - len(self.used(p))
+            for p in pools
+        ):
+            with self.refused(PoolExhausted):
+                self.ledger.grow(request, num_tokens)
+            assert self.ledger.pages(request) == held.pages
+        else:
+            used = [self.used(pool) for pool in pools]
+            self.ledger.grow(request, num_tokens)
+            pages = self.ledger.pages(request)
+            for pool in pools:
+                before, after = pages_in(held.pages, pool), pages_in(pages, pool)
+                assert after[: len(before)] == before
+                assert len(after) == max(len(before), self.need(num_tokens, pool))
+                assert not set(after[len(before) :]) & used[pool], "a page is owned twice"
+            held.pages, held.capacity = pages, max(held.capacity, num_tokens + LOOKAHEAD)
+
     @rule(request=requests, length=st.integers(-1, MAX_SEQ_LEN + LOOKAHEAD + 1))
     def commit(self, request: RequestId, length: int) -> None:
         held = self.live.get(request)

@@ -30,6 +30,7 @@ from workers.request import (
     Role,
     SamplingParams,
     SubmitRequest,
+    TokenLogprob,
 )
 
 TICK_S = 0.01
@@ -56,6 +57,7 @@ class Outcome:
     """What became of one request."""
 
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: str | None = None
     error: str = ""
     refused: WorkerRefused | None = None
@@ -169,6 +171,7 @@ class SplitPair:
         *,
         salt: str = "",
         position_multiple: int = 1,
+        age_s: float = 0.0,
     ) -> RequestId:
         request_id = RequestId(f"r{next(self._ids)}")
         self.outcomes[request_id] = Outcome()
@@ -185,6 +188,7 @@ class SplitPair:
                 ttl_s=ttl_s,
                 cache_salt=salt,
                 position_multiple=position_multiple,
+                age_s=age_s,
             ),
             self.now_s,
         )
@@ -238,6 +242,7 @@ def _record(events: list[EngineEvent], outcomes: dict[RequestId, Outcome]) -> No
                 outcome = outcomes[output.request_id]
                 assert outcome.finish is None, "tokens after the end of a request"
                 outcome.tokens.extend(output.token_ids)
+                outcome.logprobs.extend(output.logprobs)
                 outcome.finish = output.finish_reason
                 outcome.error = output.error
                 outcome.stats = output.stats
