@@ -28,8 +28,9 @@ class Timing:
 
     `lease_s`: how long a receiver waits for a word of its sender, and how long a sender writes without one of its
     receiver. `heartbeat_s`: how often a sender speaks, several times in a lease. `grace_s`: how long past its lease a
-    silent writer is still feared. `quiesce_s`: how long a failing sender lets its writes complete before it cancels
-    them. `linger_s`: how long a closed transfer repeats how it ended.
+    silent writer is still feared; no write that was posted may be under way for longer, because a writer that says
+    nothing cannot prove that its last one is over. `quiesce_s`: how long a failing sender lets its writes complete
+    before it cancels them. `linger_s`: how long a closed transfer repeats how it ended.
     """
 
     resend_first_s: float = 0.02
