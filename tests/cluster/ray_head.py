@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +31,29 @@ def free_ports(count: int) -> list[int]:
             one.close()
 
 
+@dataclass(frozen=True)
+class Host:
+    """Where processes run: this machine, or a network namespace of it, which is another machine to all of them."""
+
+    ip: str = "127.0.0.1"
+    namespace: str = ""
+
+    def command(self, *command: str) -> list[str]:
+        return ["ip", "netns", "exec", self.namespace, *command] if self.namespace else list(command)
+
+
 class RayHead:
     """`ray start --head`, with authentication on when there is a token."""
 
-    def __init__(self, token: str = "") -> None:
+    def __init__(self, token: str = "", host: Host = Host(), num_cpus: int = 2) -> None:
         self.token = token
+        self.host = host
         # A short path: Ray puts sockets below it, whose paths are limited to 107 bytes.
         self.home = Path("/tmp") / f"slip-{os.getpid()}-{time.monotonic_ns() % 100_000}"
         self.home.mkdir()
         gcs, dashboard, agent, agent_grpc, metrics, client = free_ports(6)
-        self.address = f"127.0.0.1:{gcs}"
-        self.dashboard = f"http://127.0.0.1:{dashboard}"
+        self.address = f"{host.ip}:{gcs}"
+        self.dashboard = f"http://{host.ip}:{dashboard}"
         binaries = Path(sys.executable).parent
         self.env = {
             **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
@@ -57,11 +70,16 @@ class RayHead:
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [
-                    *(str(binaries / "ray"), "start", "--head", "--block", "--disable-usage-stats"),
-                    *("--node-ip-address=127.0.0.1", f"--port={gcs}", f"--dashboard-port={dashboard}"),
+                    *host.command(str(binaries / "ray"), "start", "--head", "--block"),
+                    *(f"--node-ip-address={host.ip}", f"--dashboard-host={host.ip}", "--disable-usage-stats"),
+                    *(f"--port={gcs}", f"--dashboard-port={dashboard}"),
                     *(f"--dashboard-agent-listen-port={agent}", f"--dashboard-agent-grpc-port={agent_grpc}"),
                     *(f"--metrics-export-port={metrics}", f"--ray-client-server-port={client}"),
-                    *("--num-cpus=2", "--object-store-memory=80000000", f"--temp-dir={self.home / 'ray'}"),
+                    *(
+                        f"--num-cpus={num_cpus}",
+                        "--object-store-memory=80000000",
+                        f"--temp-dir={self.home / 'ray'}",
+                    ),
                 ],
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -76,11 +94,13 @@ class RayHead:
                 raise AssertionError(f"no Ray head: {output}")
             time.sleep(0.1)
 
-    def run(self, *command: str, timeout_s: float = 90.0, **env: str) -> subprocess.CompletedProcess[str]:
-        """A command of this Python's `bin`, run in the clone with this head's environment."""
+    def run(
+        self, *command: str, host: Host | None = None, timeout_s: float = 90.0, **env: str
+    ) -> subprocess.CompletedProcess[str]:
+        """A command of this Python's `bin`, run in the clone on the head's host with its environment."""
         program = Path(sys.executable).parent / command[0]
         return subprocess.run(
-            [str(program), *command[1:]],
+            (host or self.host).command(str(program), *command[1:]),
             env={**self.env, **env},
             cwd=Path(__file__).parents[2],
             capture_output=True,
@@ -89,13 +109,15 @@ class RayHead:
             check=False,
         )
 
-    def add_node(self, node_ip: str, *arguments: str) -> None:
-        """A further node of this Ray on this machine, under another of its addresses. Ends with the head."""
+    def add_node(self, host: Host, *arguments: str, **env: str) -> None:
+        """A further node of this Ray, under an address of its own. Ends with the head."""
         [agent] = free_ports(1)
         done = self.run(
-            *("ray", "start", f"--address={self.address}", f"--node-ip-address={node_ip}"),
+            *("ray", "start", f"--address={self.address}", f"--node-ip-address={host.ip}"),
             *("--object-store-memory=80000000", "--disable-usage-stats"),
             *(f"--dashboard-agent-listen-port={agent}", *arguments),
+            host=host,
+            **env,
         )
         assert done.returncode == 0, done.stdout + done.stderr
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from cluster.client import Client
-from tests.cluster.ray_head import RayHead, free_ports
+from tests.cluster.ray_head import Host, RayHead, free_ports
 from tests.deploy.charts import example, one, render
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
@@ -128,7 +128,7 @@ def test_the_charts_gateway_pod_joins_as_a_node_and_serves_with_workers_on_nodes
     path.write_text(config)
     # As KubeRay starts the groups' pods: labels, and the CPUs of their limits.
     for node_ip, role in (("127.0.0.2", "context"), ("127.0.0.3", "generation")):
-        head.add_node(node_ip, "--num-cpus=1", f"--labels=slipstream/role={role}")
+        head.add_node(Host(node_ip), "--num-cpus=1", f"--labels=slipstream/role={role}")
 
     script = container["args"][0].replace("/etc/slipstream/config/slipstream.toml", str(path))
     log = head.home / "gateway.log"
