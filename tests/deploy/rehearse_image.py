@@ -22,7 +22,11 @@ id -u
 touch /opt/slipstream/written 2>/dev/null && { echo "the root is writable"; exit 1; }
 slipstream serve --pair tiny --listen 127.0.0.1:50951 --threads 1 --max-seq-len 256 > /tmp/serve.log 2>&1 &
 server=$!
-for _ in $(seq 240); do grep -q "^ready on" /tmp/serve.log && break; kill -0 $server; sleep 0.5; done
+for _ in $(seq 240); do
+    if grep -q "^ready on" /tmp/serve.log; then break; fi
+    kill -0 $server 2>/dev/null || { cat /tmp/serve.log; exit 1; }
+    sleep 0.5
+done
 slipstream generate --server 127.0.0.1:50951 --max-tokens 8 hello
 kill -TERM $server
 wait $server
@@ -35,7 +39,7 @@ def inside(
 ) -> None:
     """Run a script in the root, in mount and process namespaces of its own, so that nothing stays mounted."""
     mounts = ["set -e", f"mount --bind {root} {root}"]
-    for path in ("/proc", "/dev", "/etc/resolv.conf", *binds):
+    for path in ("/proc", "/sys", "/dev", "/etc/resolv.conf", *binds):
         target = f"{root}{path}"
         made = (
             f"mkdir -p {target}" if Path(path).is_dir() else f"mkdir -p $(dirname {target}); touch {target}"
@@ -88,14 +92,16 @@ def main() -> None:
     parser.add_argument("root", type=Path)
     parser.add_argument("file", type=Path)
     parser.add_argument("--bind", action="append", default=[])
+    parser.add_argument("--built", action="store_true", help="ROOT has been built in already; only run it")
     options = parser.parse_args()
     root = options.root.resolve()
     _, found = stages(options.file)
-    build(root, next(stage for stage in found if stage.name == "build"), options.bind)
     last = found[-1]
-    shutil.rmtree(root / "src")
-    for step in last.all("RUN"):
-        inside(root, step, directory="/", env=["PATH=/usr/bin:/bin:/usr/sbin:/sbin"], binds=[])
+    if not options.built:
+        build(root, next(stage for stage in found if stage.name == "build"), options.bind)
+        shutil.rmtree(root / "src")
+        for step in last.all("RUN"):
+            inside(root, step, directory="/", env=["PATH=/usr/bin:/bin:/usr/sbin:/sbin"], binds=[])
     env = [entry.replace("$PATH", "/usr/bin:/bin") for step in last.all("ENV") for entry in step.split()]
     inside(root, SERVE, directory="/tmp", env=env, binds=[], user=last.all("USER")[0])
 
