@@ -84,9 +84,9 @@ def replay(answer: Sequence[int], proposals: Sequence[Sequence[int]]) -> Accepta
 @torch.no_grad()
 def measure(
     network: DraftNetwork, target: Llama, corpus: Corpus, context: Context, *, rows: int = 16
-) -> Acceptance:
-    """Acceptance over greedy answers of the target, `rows` of them at a time."""
-    total = Acceptance()
+) -> list[Acceptance]:
+    """Acceptance of each greedy answer of the target, in order, `rows` of them at a time."""
+    found: list[Acceptance] = []
     order = np.arange(len(corpus))
     for begin in range(0, len(corpus), rows):
         batch = corpus.batch(order[begin : begin + rows], pad_to=8)
@@ -98,8 +98,8 @@ def measure(
         tokens = batch.tokens_BS.cpu().tolist()
         spans = zip(batch.prompt_lengths_B.tolist(), batch.lengths_B.tolist(), strict=True)
         for row, (prompt_length, length) in enumerate(spans):
-            total += replay(tokens[row][prompt_length:length], drafted[row])
-    return total
+            found.append(replay(tokens[row][prompt_length:length], drafted[row]))
+    return found
 
 
 def _proposals(network: DraftNetwork, target: Llama, batch: Batch, context: Context) -> Tensor:

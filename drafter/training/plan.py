@@ -46,7 +46,7 @@ SMOLLM2 = Plan(
     capacity=768,
     max_new_tokens=320,
     sampled_share=0.3,
-    recipe=Recipe(steps=12_000, positions=16_384, anchor_share=0.3, learning_rate=1.5e-3, warmup_steps=300),
+    recipe=Recipe(steps=3_600, positions=16_384, anchor_share=0.3, learning_rate=1.5e-3, warmup_steps=300),
     eval_tokens=320,
 )
 

@@ -43,7 +43,7 @@ from drafter.training.targets import load_target
 from drafter.training.teacher import Answer, Teacher
 from workers.tokenizer import Tokenizer
 
-Figures = dict[str, dict[Context, Acceptance]]
+Figures = dict[str, dict[Context, list[Acceptance]]]
 
 _SAVE_EVERY_S = 30.0
 _HELPERS = 8  # processes that frame prompts beside each GPU
@@ -211,9 +211,10 @@ def evaluate(run: Run, process: Process, drafter: Path) -> str:
         found[name] = {context: measure(network, target, corpus, context) for context in Context}
         process.say(f"eval: {name.replace('_', ' ')} done")
     everyones = process.gather(found)
-    totals: Figures = {
-        name: {c: sum((part[name][c] for part in everyones), Acceptance()) for c in Context} for name in sets
+    each: Figures = {
+        name: {c: [one for part in everyones for one in part[name][c]] for c in Context} for name in sets
     }
+    totals = {name: {c: sum(each[name][c], Acceptance()) for c in Context} for name in sets}
     rows = [(name.replace("_", " "), len(texts), totals[name]) for name, texts in sets.items()]
     pooled = {c: sum((totals[family][c] for family in FAMILIES), Acceptance()) for c in Context}
     rows.append(("the four shipped sets, pooled", sum(len(sets[family]) for family in FAMILIES), pooled))

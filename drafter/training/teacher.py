@@ -18,11 +18,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from drafter.training.llama import Llama, rotary_tables
 
-_BY_PRODUCTS = True
 _SPAN = 64  # cache positions an attention call covers, rounded up to this; one captured graph for each span
 
 
@@ -151,25 +149,18 @@ class Teacher:
         rows, groups = self.max_rows, shape.num_heads // shape.num_kv_heads
         x = model.embed_tokens(self._tokens.index_select(1, self._position).squeeze(1))
         cos, sin = self._cos.index_select(0, self._position), self._sin.index_select(0, self._position)
-        seen = (torch.arange(span, device=self.device) <= self._position)[None, None, None]
-        mask = seen.expand(rows, shape.num_kv_heads, groups, span)
-        bias = torch.zeros(span, device=self.device, dtype=self.dtype).masked_fill(~seen, float("-inf"))
+        is_unseen = torch.arange(span, device=self.device) > self._position
+        unseen = torch.zeros(span, device=self.device, dtype=self.dtype).masked_fill(is_unseen, float("-inf"))
         for index, layer in enumerate(model.blocks()):
             q, k, v = layer.project(x, cos, sin)
             keys, values = self._cache[index, 0], self._cache[index, 1]
             keys.index_copy_(2, self._position, k.unsqueeze(2))
             values.index_copy_(2, self._position, v.unsqueeze(2))
-            # The query heads of one key/value head stand in the place of query positions: no head is repeated.
+            # The query heads of one key/value head stand in the place of query positions, so no head is repeated. Two
+            # plain products beat the attention kernels here, whose tiles would stay nearly empty.
             q = q.view(rows, shape.num_kv_heads, groups, shape.head_dim)
-            if _BY_PRODUCTS:
-                scores = torch.matmul(q, keys[:, :, :span].transpose(-1, -2)) * shape.head_dim**-0.5 + bias
-                shares = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
-                attended = torch.matmul(shares, values[:, :, :span])
-            else:
-                with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-                    attended = F.scaled_dot_product_attention(
-                        q, keys[:, :, :span], values[:, :, :span], attn_mask=mask
-                    )
+            scores = q @ keys[:, :, :span].transpose(-1, -2) * shape.head_dim**-0.5 + unseen
+            attended = scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ values[:, :, :span]
             x = layer.finish(x, attended.reshape(rows, -1))
         logits = F.linear(model.norm(x), model.embedding_VH)
         chosen = torch.cat(
