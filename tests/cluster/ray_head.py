@@ -95,10 +95,15 @@ class RayHead:
             time.sleep(0.1)
 
     def run(
-        self, *command: str, host: Host | None = None, timeout_s: float = 90.0, **env: str
+        self,
+        *command: str,
+        host: Host | None = None,
+        system: bool = False,
+        timeout_s: float = 90.0,
+        **env: str,
     ) -> subprocess.CompletedProcess[str]:
-        """A command of this Python's `bin`, run in the clone on the head's host with its environment."""
-        program = Path(sys.executable).parent / command[0]
+        """A command of this Python's `bin` (or the system's), run in the clone on the head's host as its user."""
+        program = command[0] if system else Path(sys.executable).parent / command[0]
         return subprocess.run(
             (host or self.host).command(str(program), *command[1:]),
             env={**self.env, **env},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from cluster.client import Client
 from tests.cluster.ray_head import Host, RayHead, free_ports
@@ -22,6 +24,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
 CONFIG = "deploy/examples/laptop.toml"
 either_way = pytest.mark.parametrize("head", ["auth off", "token auth"], indirect=True, scope="module")
+without_token = pytest.mark.parametrize("head", ["auth off"], indirect=True, scope="module")
 with_token = pytest.mark.parametrize("head", ["token auth"], indirect=True, scope="module")
 
 
@@ -152,3 +155,27 @@ def test_the_charts_gateway_pod_joins_as_a_node_and_serves_with_workers_on_nodes
     gateway.send_signal(signal.SIGTERM)
     assert gateway.wait(timeout=60) == 0
     assert "Traceback" not in log.read_text()
+
+
+@without_token
+def test_the_charts_job_survives_the_shell_of_kuberays_submitter(head: RayHead) -> None:
+    values = [
+        f"gateway.kind=RayJob,gateway.http=false,gateway.drainSeconds=2,monitoring.port={free_ports(1)[0]}"
+    ]
+    job = one(render(*example("laptop"), "--set", *values), "RayJob")["spec"]
+    # As KubeRay 1.7 builds the submitter's command (BuildJobSubmitCommand): one line for bash, the entrypoint raw.
+    environment = json.dumps(json.dumps(yaml.safe_load(job["runtimeEnvYAML"])))
+    submit = f"ray job submit --address {head.dashboard} --no-wait --runtime-env-json {environment}"
+    done = head.run(
+        "bash", "-ce", f"{submit} --submission-id charts-job -- {job['entrypoint']} ;", system=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    # The job runs until it looks for nodes of its roles, which this Ray has none of: that is the chart's configuration.
+    until_s = time.monotonic() + 60
+    while "waiting for 1 rank of 0.01 CPU on nodes with slipstream/role=context" not in (
+        log := head.ask("/api/jobs/charts-job/logs")["logs"]
+    ):
+        assert time.monotonic() < until_s, log
+        time.sleep(0.2)
+    assert head.ask("/api/jobs/charts-job/stop", "POST") == {"stopped": True}
+    assert wait_until_over(head, "charts-job")["status"] == "STOPPED"

@@ -39,7 +39,7 @@ def configuration(objects: list[Object], folder: Path) -> ClusterConfig:
     """What the gateway of a render would run with."""
     if any(o["kind"] == "RayJob" for o in objects):
         entrypoint = one(objects, "RayJob")["spec"]["entrypoint"]
-        packed = re.match(r"echo (\S+) \| base64 -d > (\S+) && exec .* --config \2$", entrypoint)
+        packed = re.match(r"sh -c 'echo (\S+) \| base64 -d > (\S+) && exec .* --config \2'$", entrypoint)
         assert packed is not None, entrypoint
         text = base64.b64decode(packed[1]).decode()
     else:
