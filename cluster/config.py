@@ -44,13 +44,13 @@ class ConfigError(Exception):
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One cluster: a gateway, and workers of one model pair on one machine.
+    """One cluster: a gateway, and workers of one model pair, on one machine or placed on several.
 
     `mode` is the route of ordinary requests. A worker count of None follows from it: one context and one generation
     worker when split, one aggregated worker otherwise. `num_kv_pages` and `memory_fraction` exclude each other; with
     neither the pools hold `max_batch` requests of `max_seq_len` tokens. `num_threads` None divides the machine's cores
-    among the workers. `listen` is the gRPC door, `http` the OpenAI door, `metrics` a port for operators alone; an empty
-    address is no door. Tokens and TLS guard the first two.
+    among the workers, or takes what `placement` reserves on other machines. `listen` is the gRPC door, `http` the
+    OpenAI door, `metrics` a port for operators alone; an empty address is no door. Tokens and TLS guard the first two.
     `admission` "grow" lets generation workers take in more requests than their pools could finish at once.
     """
 
@@ -148,7 +148,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def worker_config(self, role: Role) -> WorkerConfig:
         """What a worker of this role is told."""
         num_threads = self.num_threads
-        if num_threads is None:
+        if num_threads is None and self.placement.by_label:  # other machines, whose cores are not this one's
+            num_threads = max(1, int(self.placement.cpus))
+        elif num_threads is None:
             num_threads = max(1, (os.cpu_count() or 1) // max(1, self._busy_at_once()))
         return WorkerConfig(
             role=role,

@@ -105,3 +105,12 @@ def test_a_configuration_makes_the_groups_of_its_workers() -> None:
 def test_a_placement_that_reserves_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="placement needs cpus or gpus"):
         load_config(None, {"placement": {"cpus": 0, "gpus": 0}})
+
+
+def test_workers_on_other_machines_compute_with_the_cpus_that_they_reserve() -> None:
+    def threads(**placement: object) -> int:
+        return load_config(None, {"placement": placement}).worker_config("context").num_threads
+
+    assert threads(role_label="role", cpus=6) == 6
+    assert threads(role_label="role", cpus=0.01) == 1
+    assert threads(cpus=60) == ClusterConfig().worker_config("context").num_threads  # placed by nobody

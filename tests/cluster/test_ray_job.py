@@ -172,7 +172,7 @@ def test_the_charts_job_survives_the_shell_of_kuberays_submitter(head: RayHead) 
     assert done.returncode == 0, done.stdout + done.stderr
     # The job runs until it looks for nodes of its roles, which this Ray has none of: that is the chart's configuration.
     until_s = time.monotonic() + 60
-    while "waiting for 1 rank of 0.01 CPU on nodes with slipstream/role=context" not in (
+    while "waiting for 1 rank of 1 CPU on nodes with slipstream/role=context" not in (
         log := head.ask("/api/jobs/charts-job/logs")["logs"]
     ):
         assert time.monotonic() < until_s, log

@@ -90,6 +90,7 @@ def test_renders_change_only_on_purpose(name: str) -> None:
         ("ray.auth.mode=none", "at '/ray/auth/mode': value must be one of 'token', 'disabled'"),
         ("model.volume.nfs.server=x", "at '/model/volume': additional properties 'nfs' not allowed"),
         ("context.shmSize=lots", "at '/context/shmSize'"),
+        ("cpusPerWorker=0", "at '/cpusPerWorker'"),
         ("gpusPerWorker=-1", "at '/gpusPerWorker'"),
         ("networkPolicy.operator[0]=nobody", "at '/networkPolicy/operator/0': got string, want object"),
         ("context.replicas=2", "context: minReplicas <= replicas <= maxReplicas must hold, got 1, 2, 1"),
@@ -131,6 +132,11 @@ def test_the_gateway_understands_the_configuration_it_is_given(name: str, tmp_pa
     assert config.drain_s == values["gateway"].get("drainSeconds", 60)
     for group in one(objects, "RayCluster")["spec"]["workerGroupSpecs"]:
         assert group["labels"]["slipstream/role"] == group["groupName"]
+        requested = group["template"]["spec"]["containers"][0]["resources"]["requests"]["cpu"]
+        assert config.placement.cpus <= float(
+            requested
+        )  # KubeRay tells Ray of as many CPUs as the pod requests
+        assert config.worker_config("context").num_threads == config.placement.cpus
         gpus = group["template"]["spec"]["containers"][0]["resources"]["limits"].get("nvidia.com/gpu", "0")
         assert float(gpus) == config.placement.gpus
 

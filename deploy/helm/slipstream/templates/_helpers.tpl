@@ -69,6 +69,7 @@ app.kubernetes.io/component: {{ eq .Values.gateway.kind "Deployment" | ternary "
 [placement]
 role_label = "slipstream/role"
 domain_label = {{ toRawJson .Values.placement.domainLabel }}
+cpus = {{ .Values.cpusPerWorker }}
 gpus = {{ .Values.gpusPerWorker }}
 timeout_s = {{ .Values.placement.timeoutSeconds }}
 {{- end -}}
