@@ -58,11 +58,18 @@ def test_training_prompts_never_touch_the_shipped_sets() -> None:
 
 
 def test_the_filter_has_something_to_filter() -> None:
-    family = "questions"
-    held_out = HeldOut(read_prompts(_SHIPPED / "questions.jsonl"))
-    rng = Random("questions held out")
-    redrawn = [FROM_TEMPLATES[family](rng) for _ in range(100)]
+    held_out = HeldOut(read_prompts(_SHIPPED / "word_problems.jsonl"))
+    rng = Random("word_problems held out")  # the seed of the shipped set
+    redrawn = [FROM_TEMPLATES["word_problems"](rng) for _ in range(100)]
     assert sum(held_out.touches(text) for text in redrawn) >= 64
+
+
+def test_shipped_questions_ask_about_topics_of_their_own() -> None:
+    trained = {*banks.SCIENCE, *banks.TECHNOLOGY, *banks.EVERYDAY}
+    asked = {*banks.HELD_OUT_SCIENCE, *banks.HELD_OUT_TECHNOLOGY, *banks.HELD_OUT_EVERYDAY}
+    assert not trained & asked
+    for prompt in read_prompts(_SHIPPED / "questions.jsonl"):
+        assert any(topic in prompt for topic in asked), prompt
 
 
 def test_spread_out_takes_no_two_near_prompts_and_says_when_there_are_too_few() -> None:
