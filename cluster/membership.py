@@ -2,20 +2,31 @@
 
 Every context worker is introduced to every generation worker, in both directions, as soon as both are attached. The
 receiver learns of the sender first: once the sender knows the receiver, it may write at any moment.
+
+When a worker is back under another epoch, its earlier incarnation is dead. All are told, because some may keep pages
+that the dead one was writing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from cluster.link import LinkEvents, LinkState, LinkTimes, WorkerAddress, WorkerLink
 from cluster.routing import WorkerSnapshot
+from cluster.worker_client import WorkerUnreachable
 from kvmanager.ids import WorkerEpoch
+from workers.errors import WorkerRefused
 from workers.request import TokenFrame, WorkerFacts
 
+_log = logging.getLogger(__name__)
+
 HANDSHAKE_TIMEOUT_S = 60.0
+_BURIAL_TIMEOUT_S = 10.0
+_DEAD_REMEMBERED = 256
 
 
 class NotReady(Exception):
@@ -44,6 +55,8 @@ class Membership:
         events = LinkEvents(self._attached, news.frame, news.lost, news.figures)
         self.links = {worker.name: WorkerLink(worker, gateway, times, events) for worker in workers}
         self._paired: set[tuple[WorkerEpoch, WorkerEpoch]] = set()
+        self._epochs: dict[str, WorkerEpoch] = {}  # of each worker's latest incarnation
+        self._dead: deque[WorkerEpoch] = deque(maxlen=_DEAD_REMEMBERED)
         self._introducing = asyncio.Lock()
         self._changed = asyncio.Event()
 
@@ -80,12 +93,31 @@ class Membership:
 
     async def _attached(self, link: WorkerLink) -> None:
         async with self._introducing:  # two workers that attach together must not introduce each other twice
-            for other in self.links.values():
-                if other.state is LinkState.READY or other is link:
-                    await self._introduce(link, other)
+            present = [
+                other for other in self.links.values() if other.state is LinkState.READY or other is link
+            ]
+            await self._bury(link, present)
+            for other in present:
+                await self._introduce(link, other)
             # Ready only now, inside the lock: whoever attaches next must see this worker or be seen by it.
             link.state = LinkState.READY
         self._changed.set()
+
+    async def _bury(self, link: WorkerLink, present: Sequence[WorkerLink]) -> None:
+        """Tell of the dead. Whoever does not hear it now hears it when the next worker attaches, or itself again."""
+        assert link.facts is not None
+        before = self._epochs.get(link.worker.name, link.facts.epoch)
+        self._epochs[link.worker.name] = link.facts.epoch
+        if before != link.facts.epoch:
+            self._dead.append(before)
+        if not self._dead:
+            return
+        calls = [other.client.disconnect(tuple(self._dead), _BURIAL_TIMEOUT_S) for other in present]
+        for other, answer in zip(present, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+            if isinstance(answer, WorkerUnreachable | WorkerRefused):
+                _log.warning("worker %s did not hear who is dead: %s", other.worker.name, answer)
+            elif answer is not None:
+                raise answer
 
     async def _introduce(self, one: WorkerLink, other: WorkerLink) -> None:
         by_role = {link.worker.role: link for link in (one, other)}

@@ -181,8 +181,13 @@ _GAUGES = (
     ("requests_running", "Requests that the worker runs", "running"),
     ("requests_waiting", "Requests that wait at the worker for pages or a slot", "waiting"),
     ("cached_pages", "Pages that hold prefixes until they are wanted, of each pool", "cached_pages"),
-    ("leases", "Pins of pages that transfers read", "leases"),
+    ("leases", "Pins of pages that transfers read, or may still write", "leases"),
     ("transfers_open", "Transfers that did not end yet", "transfers"),
+    (
+        "transfers_quarantined",
+        "Broken transfers whose pages nobody gets yet, because a write may still reach them",
+        "quarantined_transfers",
+    ),
     ("last_progress_age_seconds", "Since the engine last did something", "last_progress_age_s"),
 )
 _COUNTERS = (

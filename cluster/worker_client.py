@@ -10,7 +10,7 @@ import grpc.aio
 import msgspec
 
 from cluster import worker_messages as wire
-from cluster.worker_messages import Call, CancelWork, ConnectRequest, Empty
+from cluster.worker_messages import Call, CancelWork, ConnectRequest, DisconnectRequest, Empty
 from kvmanager.ids import RequestId, WorkerEpoch
 from workers.errors import Refusal
 from workers.request import (
@@ -66,6 +66,9 @@ class WorkerClient:
 
     async def connect(self, hello: bytes, timeout_s: float) -> WorkerEpoch:
         return (await self._ask(wire.CONNECT, ConnectRequest(hello), timeout_s)).epoch
+
+    async def disconnect(self, epochs: tuple[WorkerEpoch, ...], timeout_s: float) -> None:
+        await self._ask(wire.DISCONNECT, DisconnectRequest(epochs), timeout_s)
 
     async def submit(self, request: SubmitRequest, timeout_s: float | None = None) -> None:
         await self._ask(wire.SUBMIT, request, timeout_s)

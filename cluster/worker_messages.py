@@ -49,6 +49,12 @@ class Connected(msgspec.Struct, frozen=True):
     epoch: WorkerEpoch
 
 
+class DisconnectRequest(msgspec.Struct, frozen=True):
+    """Workers that are dead, whose places others have taken. Unknown ones are harmless."""
+
+    epochs: tuple[WorkerEpoch, ...]
+
+
 class CancelWork(msgspec.Struct, frozen=True):
     """Ends a request at this worker; unknown ids are harmless."""
 
@@ -78,6 +84,7 @@ class Call(Generic[Asked, Answered]):
 FACTS: Final = Call("Facts", Empty, WorkerFacts)
 STATS: Final = Call("Stats", Empty, WorkerStats)
 CONNECT: Final = Call("Connect", ConnectRequest, Connected)
+DISCONNECT: Final = Call("Disconnect", DisconnectRequest, Empty)
 SUBMIT: Final = Call("Submit", SubmitRequest, Empty)
 RESERVE: Final = Call("Reserve", ReserveRequest, Reservation)
 PREFILL: Final = Call("Prefill", PrefillRequest, Prefilled)

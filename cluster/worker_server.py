@@ -19,7 +19,7 @@ import grpc.aio
 import msgspec
 
 from cluster import worker_messages as wire
-from cluster.worker_messages import Call, CancelWork, Connected, ConnectRequest, Empty
+from cluster.worker_messages import Call, CancelWork, Connected, ConnectRequest, DisconnectRequest, Empty
 from kvmanager.ids import RequestId, WorkerEpoch
 from workers.errors import EngineFailed, InvalidRequest, NotAttached, WorkerRefused
 from workers.request import (
@@ -63,6 +63,8 @@ class Host(Protocol):
     def cancel(self, request_id: RequestId) -> None: ...
 
     def connect(self, hello: bytes) -> WorkerEpoch: ...
+
+    def disconnect(self, epoch: WorkerEpoch) -> None: ...
 
     def stats(self) -> WorkerStats: ...
 
@@ -128,6 +130,7 @@ class WorkerServer:
             wire.FACTS.name: _unary(wire.FACTS, self._facts),
             wire.STATS.name: _unary(wire.STATS, self._stats),
             wire.CONNECT.name: _unary(wire.CONNECT, self._connect),
+            wire.DISCONNECT.name: _unary(wire.DISCONNECT, self._disconnect),
             wire.SUBMIT.name: _unary(wire.SUBMIT, self._submit),
             wire.RESERVE.name: _unary(wire.RESERVE, self._reserve),
             wire.PREFILL.name: _unary(wire.PREFILL, self._prefill),
@@ -144,6 +147,11 @@ class WorkerServer:
     async def _connect(self, request: ConnectRequest, gateway: str) -> Connected:
         # A handshake talks to the other worker's transport and may take a while.
         return Connected(await asyncio.to_thread(self._host.connect, request.hello))
+
+    async def _disconnect(self, request: DisconnectRequest, gateway: str) -> Empty:
+        for epoch in request.epochs:
+            self._host.disconnect(epoch)
+        return Empty()
 
     async def _submit(self, request: SubmitRequest, gateway: str) -> Empty:
         self._own(request.request_id, gateway)

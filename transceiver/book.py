@@ -166,8 +166,9 @@ class TransferBook:
             return Urgency.MOVING
         if self._receiving.granted:
             return Urgency.WRITTEN_TO
+        sending, receiving = self._sending, self._receiving
         waiting = (
-            len(self._sending) + self._sending.num_held + len(self._receiving) + len(self._records.outbox)
+            len(sending) + sending.num_held + sending.num_late + len(receiving) + len(self._records.outbox)
         )
         return Urgency.OPEN if waiting else Urgency.IDLE
 
@@ -175,7 +176,8 @@ class TransferBook:
         records = self._records
         return PortStats(
             sending=len(self._sending),
-            receiving=len(self._receiving),
+            receiving=len(self._receiving) - self._receiving.num_quarantined,
+            quarantined=self._receiving.num_quarantined,
             done=records.ends[TerminalState.DONE],
             failed=records.ends[TerminalState.FAILED],
             cancelled=records.ends[TerminalState.CANCELLED],

@@ -4,7 +4,8 @@
 The receiver (generation worker) reserves pages and calls `expect`; the sender (context worker) calls `open`,
 then `push` after each chunk whose forward has finished, then `finish`. Both learn the end from `poll`: the
 receiver `Landed`, the sender `Delivered`, or either `Broke`. Every transfer ends in exactly one of these on
-each side, whatever the other does.
+each side, whatever the other does. Where a write may still arrive, the receiver's `Broke` says so, and `Released`
+follows when none can any more.
 """
 
 from __future__ import annotations
@@ -82,22 +83,38 @@ class Delivered:
 
 @dataclass(frozen=True, slots=True)
 class Broke:
-    """Either side: the transfer failed, was cancelled, or expired; this side's pages are safe to reuse."""
+    """Either side: the transfer failed, was cancelled, or expired.
+
+    `pages_safe` False, on the receiving side alone: its sender has not said that no write is under way, so nobody
+    may get the pages before `Released`.
+    """
 
     transfer: TransferId
     state: TerminalState
     reason: str
+    pages_safe: bool = True
 
 
-TransferEvent = Landed | Delivered | Broke
+@dataclass(frozen=True, slots=True)
+class Released:
+    """Receiver: nobody writes the pages of this broken transfer any more. The sender said so, or it is dead."""
+
+    transfer: TransferId
+
+
+TransferEvent = Landed | Delivered | Broke | Released
 
 
 @dataclass(frozen=True, slots=True)
 class PortStats:
-    """Open transfers, and counters since start. Bytes count what this side sent and what it received."""
+    """Open transfers, and counters since start. Bytes count what this side sent and what it received.
+
+    `quarantined`: broken ones whose pages a write may still reach; they are not among `receiving`.
+    """
 
     sending: int
     receiving: int
+    quarantined: int
     done: int
     failed: int
     cancelled: int
@@ -121,7 +138,7 @@ class TransferPort(Protocol):
         ...
 
     def disconnect(self, epoch: WorkerEpoch) -> None:
-        """The peer is gone: every transfer with it breaks. A stranger is harmless."""
+        """The peer is dead: its transfers break, and it writes no page any more. A stranger is harmless."""
         ...
 
     def hold(self, transfer: TransferId, peer: WorkerEpoch, ttl_s: float) -> None:
@@ -156,9 +173,7 @@ class TransferPort(Protocol):
         ...
 
     def abort(self, transfer: TransferId, reason: str) -> None:
-        """End a transfer of either direction as CANCELLED; `Broke` follows when its pages are safe.
-        Idempotent.
-        """
+        """End a transfer of either direction as CANCELLED; `Broke` follows. Idempotent."""
         ...
 
     def poll(self, now_s: float) -> list[TransferEvent]:

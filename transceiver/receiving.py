@@ -6,8 +6,9 @@ grant was under way. The lease is short and each Open and Renew that is newer th
 time that the engine gave the whole transfer: a sender that falls silent, queued or writing, costs a lease and no more.
 
 With a content check, Done is not the end: the shell inspects what has landed, and `inspected` brings the answer.
-`Broke` is reported when nobody can write the pages any more: never granted, the writer said
-Closed or Done, the writer is gone, or its lease and a grace are over.
+`Broke` is reported at once. If the writer may have writes under way by then, the pages are not safe: a write that was
+posted arrives when it likes, and a lease does not stop it. They are in quarantine until the writer, asked again and
+again, says Closed or Done, or is gone; then `Released` is reported. The clock never ends a quarantine.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from transceiver.errors import BookCorrupt, DuplicateTransfer
 from transceiver.formats import Route
 from transceiver.lanes import batch, routes
 from transceiver.peers import Peers
-from transceiver.port import Broke, Landed, ReceiveSpec
+from transceiver.port import Broke, Landed, ReceiveSpec, Released
 from transceiver.records import ClosedTransfer, Key, Records, Side, remote_outcome
 from transceiver.transfer import Outcome, Receiver, ReceiverCommand, ReceiverEvent, ReceiverPhase
 from transceiver.wire import Hello, Region, TerminalState
@@ -59,8 +60,13 @@ class Receiving:
 
     @property
     def granted(self) -> bool:
-        """Whether any peer may be writing our pages."""
-        return any(entry.state.phase is not ReceiverPhase.EXPECTING for entry in self._open.values())
+        """Whether any peer is writing our pages with our leave."""
+        return any(entry.state.phase is ReceiverPhase.GRANTED for entry in self._open.values())
+
+    @property
+    def num_quarantined(self) -> int:
+        """Broken transfers whose pages a write may still reach."""
+        return sum(entry.state.phase is ReceiverPhase.BREAKING for entry in self._open.values())
 
     def expect(self, spec: ReceiveSpec) -> None:
         if spec.transfer in self._open or _key(spec.transfer) in self._records.closed:
@@ -86,9 +92,6 @@ class Receiving:
             deadline_s = self._lease_end(entry, now_s)
             if now_s >= deadline_s and entry.state.phase is not ReceiverPhase.BREAKING:
                 self._on(transfer, ReceiverEvent.EXPIRED, Outcome(TerminalState.EXPIRED, _why(entry, now_s)))
-            grace_s = self._records.timing.grace_s
-            if entry.state.phase is ReceiverPhase.BREAKING and now_s >= deadline_s + grace_s:
-                self._on(transfer, ReceiverEvent.LEASE_OVER)
 
     # what writers say
 
@@ -244,8 +247,16 @@ class Receiving:
             case ReceiverCommand.REPORT:
                 assert ending is not None
                 self._report(transfer, entry, ending)
+            case ReceiverCommand.RELEASE:
+                assert ending is not None
+                del self._open[transfer]
+                self._records.remember(key, ClosedTransfer(entry.writer, ending))
+                self._records.events.append(Released(transfer))
 
     def _report(self, transfer: TransferId, entry: _Receiving, ending: Outcome) -> None:
+        if entry.state.phase is ReceiverPhase.BREAKING:
+            self._records.report(ending.state, Broke(transfer, ending.state, ending.reason, pages_safe=False))
+            return
         del self._open[transfer]
         closed = ClosedTransfer(entry.writer, ending)
         done = entry.done

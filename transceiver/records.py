@@ -27,17 +27,15 @@ class Timing:
     """Seconds, and two limits of memory.
 
     `lease_s`: how long a receiver waits for a word of its sender, and how long a sender writes without one of its
-    receiver. `heartbeat_s`: how often a sender speaks, several times in a lease. `grace_s`: how long past its lease a
-    silent writer is still feared; no write that was posted may be under way for longer, because a writer that says
-    nothing cannot prove that its last one is over. `quiesce_s`: how long a failing sender lets its writes complete
-    before it cancels them. `linger_s`: how long a closed transfer repeats how it ended.
+    receiver. `heartbeat_s`: how often a sender speaks, several times in a lease. `quiesce_s`: how long a failing sender
+    waits for its writes before it gives its own pages back; its receiver gets its pages back when they are over.
+    `linger_s`: how long a closed transfer repeats how it ended.
     """
 
     resend_first_s: float = 0.02
     resend_max_s: float = 0.5
     lease_s: float = 10.0
     heartbeat_s: float = 2.0
-    grace_s: float = 1.0
     quiesce_s: float = 1.0
     linger_s: float = 5.0
     closed_memory: int = 4096
@@ -93,7 +91,7 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class ClosedTransfer:
-    """`peer` None: no writer was ever bound. `quiet` False: a cancelled write may still have arrived."""
+    """`peer` None: no writer was ever bound. `quiet` False: nobody will ever know that a cancelled write is over."""
 
     peer: WorkerEpoch | None
     outcome: Outcome
@@ -146,8 +144,15 @@ class Records:
 
     def close(self, key: Key, closed: ClosedTransfer, event: TransferEvent) -> None:
         """Remember how a transfer ended and tell the engine."""
-        self.ends[closed.outcome.state] += 1
+        self.report(closed.outcome.state, event)
+        self.remember(key, closed)
+
+    def report(self, state: TerminalState, event: TransferEvent) -> None:
+        """Count an end and tell the engine."""
+        self.ends[state] += 1
         self.events.append(event)
+
+    def remember(self, key: Key, closed: ClosedTransfer) -> None:
         self.closed[key] = closed
         while len(self.closed) > self.timing.closed_memory:
             self.closed.popitem(last=False)

@@ -5,6 +5,8 @@ receiver's lease alive. Nothing is written before the receiver's grant, nothing 
 position up to which KV is final; `advance` writes the pages that became final since, as far as the staging buffer has
 room, so each page travels once, whatever the chunks. The handoff follows when every write has completed. A failing
 transfer lets its writes complete before it says Closed, because that word tells the receiver that its pages are safe.
+Writes that take too long for that outlive their transfer here: it closes without the promise, its receiver keeps its
+pages and asks on, and hears it when they are over.
 """
 
 from __future__ import annotations
@@ -61,6 +63,7 @@ class Sending:
         self._held = Holding(peers, records)
         self._open: dict[TransferId, _Sending] = {}
         self._writes: dict[WriteId, TransferId] = {}
+        self._late: dict[WriteId, tuple[WorkerEpoch, TransferId]] = {}  # in flight, their transfers closed
         self._next_write = 0
 
     def __len__(self) -> int:
@@ -74,8 +77,13 @@ class Sending:
         return transfer in self._open
 
     @property
+    def num_late(self) -> int:
+        """Writes still in flight of transfers that have closed."""
+        return len(self._late)
+
+    @property
     def writing(self) -> bool:
-        """Whether any write is in flight."""
+        """Whether any write of an open transfer is in flight."""
         return bool(self._writes)
 
     # calls of the engine
@@ -146,6 +154,9 @@ class Sending:
 
     def peer_gone(self, peer: WorkerEpoch, outcome: Outcome) -> None:
         self._held.peer_gone(peer, outcome)
+        for write in [write for write, (to, _) in self._late.items() if to == peer]:
+            del self._late[write]
+            self._records.actions.append(CancelWrite(write))
         for transfer in [key for key, entry in self._open.items() if entry.spec.peer == peer]:
             self._on(transfer, SenderEvent.PEER_GONE, outcome)
 
@@ -159,6 +170,8 @@ class Sending:
     # the clock and the transport
 
     def write_ended(self, ended: WriteEnded) -> None:
+        if self._late.pop(ended.write, None) is not None:
+            return  # the receiver, who keeps asking, will hear that it is over
         transfer = self._writes.pop(ended.write, None)
         if transfer is None:
             return  # cancelled before
@@ -228,17 +241,21 @@ class Sending:
         if entry.quiesce_by_s is None:
             entry.quiesce_by_s = now_s + self._records.timing.quiesce_s
         if entry.in_flight and now_s >= entry.quiesce_by_s:
-            self._cancel_writes(entry)
-            entry.quiet = False
+            for write in self._let_go(entry):
+                self._late[write] = (entry.spec.peer, transfer)
         if not entry.in_flight:
             self._on(transfer, SenderEvent.QUIET)
 
-    def _cancel_writes(self, entry: _Sending) -> None:
-        for write, spans in sorted(entry.in_flight.items()):
+    def _let_go(self, entry: _Sending) -> list[WriteId]:
+        """Wait no longer for the writes in flight. Whatever they carry in the end goes to pages in quarantine."""
+        writes = sorted(entry.in_flight)
+        for write in writes:
             del self._writes[write]
-            self._give_back(spans)
-            self._records.actions.append(CancelWrite(write))
-        entry.in_flight.clear()
+            self._give_back(entry.in_flight.pop(write))
+        return writes
+
+    def _is_quiet(self, transfer: TransferId) -> bool:
+        return all(late != transfer for _, late in self._late.values())
 
     # what the receiver says
 
@@ -278,13 +295,15 @@ class Sending:
             return
         closed = self._records.closed.get(_key(transfer))
         if closed is None:
-            # Forgotten or never known: either way this incarnation writes nothing of it.
+            # Forgotten or never known: either way nothing of it is begun any more.
+            quiet = self._is_quiet(transfer)
             self._records.answer(
-                source, wire.Closed(transfer, TerminalState.FAILED, "unknown transfer", quiet=True)
+                source, wire.Closed(transfer, TerminalState.FAILED, "unknown transfer", quiet)
             )
         elif closed.peer == source:
             ended = closed.outcome
-            self._records.answer(source, wire.Closed(transfer, ended.state, ended.reason, closed.quiet))
+            quiet = closed.quiet and self._is_quiet(transfer)
+            self._records.answer(source, wire.Closed(transfer, ended.state, ended.reason, quiet))
 
     def _sent_to(self, source: WorkerEpoch, transfer: TransferId) -> _Sending | None:
         entry = self._open.get(transfer)
@@ -318,14 +337,14 @@ class Sending:
                 self._records.say(key, peer, done)
             case SenderCommand.STOP_WRITES:
                 # Writes in flight may complete, as proof that they are over; those to a dead peer never will.
-                if event is SenderEvent.PEER_GONE:
-                    self._cancel_writes(entry)
+                if event is SenderEvent.PEER_GONE and entry.in_flight:
+                    entry.quiet = False
+                    self._records.actions.extend(map(CancelWrite, self._let_go(entry)))
             case SenderCommand.TELL_CLOSED:
                 assert ending is not None
                 if peer in self._peers:
-                    self._records.say(
-                        key, peer, wire.Closed(transfer, ending.state, ending.reason, entry.quiet)
-                    )
+                    quiet = entry.quiet and self._is_quiet(transfer)
+                    self._records.say(key, peer, wire.Closed(transfer, ending.state, ending.reason, quiet))
             case SenderCommand.REPORT:
                 assert ending is not None
                 self._report(transfer, entry, ending)
@@ -370,6 +389,8 @@ class Sending:
             raise BookCorrupt("the staging buffer is used by writes that are over")
         if any(owner not in self._open for owner in self._writes.values()):
             raise BookCorrupt("a write in flight belongs to no open transfer")
+        if any(peer not in self._peers or transfer in self._open for peer, transfer in self._late.values()):
+            raise BookCorrupt("a late write goes to a worker that is gone, or its transfer is open")
 
 
 def _key(transfer: TransferId) -> Key:

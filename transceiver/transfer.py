@@ -9,12 +9,13 @@ tables.
     receiver   EXPECTING ─opened▶ GRANTED ─completed▶ CLOSED(DONE)
                   │ cancelled,       │ cancelled, expired
                   │ expired          ▼
-                  │               BREAKING ─the writer closed, is gone, or its lease is over▶ CLOSED(…)
+                  │               BREAKING ─the writer is done, has closed, or is gone▶ CLOSED(…)
                   ▼
                CLOSED(…)
 
-A receiver that never granted can give its pages back at once: nobody may write them. One that granted must
-first know that the writer has stopped; that is what BREAKING waits for. CLOSED absorbs everything; failure
+A receiver that never granted can give its pages back at once: nobody may write them. One that granted tells its
+engine at once too, but keeps the pages until it knows that the writer has stopped, however long that takes: a write
+that was posted has no deadline. That is what BREAKING waits for. CLOSED absorbs everything; failure
 wins over success: a `completed` heard while BREAKING ends in the failure decided before. An event that has no
 row raises and changes nothing.
 """
@@ -80,10 +81,9 @@ class ReceiverEvent(enum.StrEnum):
     COMPLETED = "completed"
     MISDELIVERED = "misdelivered"  # completed, but not what was reserved
     WRITER_CLOSED = "writer closed"
-    WRITER_ABANDONED = "writer abandoned"  # closed, but a cancelled write may still arrive
+    WRITER_ABANDONED = "writer abandoned"  # closed, but a write may still arrive
     CANCELLED = "cancelled"
     EXPIRED = "expired"
-    LEASE_OVER = "lease over"  # the writer's right to write has ended, grace included
     PEER_GONE = "peer gone"
 
 
@@ -91,7 +91,8 @@ class ReceiverCommand(enum.StrEnum):
     TELL_GRANT = "tell grant"
     TELL_ACK = "tell ack"
     TELL_ABORT = "tell abort"
-    REPORT = "report"  # Landed or Broke to the engine; the destination pages are safe
+    REPORT = "report"  # Landed or Broke to the engine
+    RELEASE = "release"  # Released to the engine, after Broke: now its pages are safe too
 
 
 _S, _SE, _SC = SenderPhase, SenderEvent, SenderCommand
@@ -142,20 +143,19 @@ RECEIVER_TABLE: Mapping[
     (_R.GRANTED, _RE.COMPLETED): (_R.CLOSED, (_RC.TELL_ACK, _RC.REPORT)),
     (_R.GRANTED, _RE.MISDELIVERED): (_R.CLOSED, (_RC.TELL_ABORT, _RC.REPORT)),
     (_R.GRANTED, _RE.WRITER_CLOSED): (_R.CLOSED, (_RC.TELL_ACK, _RC.REPORT)),
-    (_R.GRANTED, _RE.WRITER_ABANDONED): (_R.BREAKING, (_RC.TELL_ACK,)),
-    (_R.GRANTED, _RE.CANCELLED): (_R.BREAKING, (_RC.TELL_ABORT,)),
-    (_R.GRANTED, _RE.EXPIRED): (_R.BREAKING, (_RC.TELL_ABORT,)),
+    (_R.GRANTED, _RE.WRITER_ABANDONED): (_R.BREAKING, (_RC.TELL_ACK, _RC.TELL_ABORT, _RC.REPORT)),
+    (_R.GRANTED, _RE.CANCELLED): (_R.BREAKING, (_RC.TELL_ABORT, _RC.REPORT)),
+    (_R.GRANTED, _RE.EXPIRED): (_R.BREAKING, (_RC.TELL_ABORT, _RC.REPORT)),
     (_R.GRANTED, _RE.PEER_GONE): (_R.CLOSED, (_RC.REPORT,)),
     (_R.BREAKING, _RE.OPENED): (_R.BREAKING, (_RC.TELL_ABORT,)),
     # A writer that has completed every write has stopped; the Abort tells it that the transfer failed anyway.
-    (_R.BREAKING, _RE.COMPLETED): (_R.CLOSED, (_RC.TELL_ABORT, _RC.REPORT)),
-    (_R.BREAKING, _RE.MISDELIVERED): (_R.CLOSED, (_RC.TELL_ABORT, _RC.REPORT)),
-    (_R.BREAKING, _RE.WRITER_CLOSED): (_R.CLOSED, (_RC.TELL_ACK, _RC.REPORT)),
+    (_R.BREAKING, _RE.COMPLETED): (_R.CLOSED, (_RC.TELL_ABORT, _RC.RELEASE)),
+    (_R.BREAKING, _RE.MISDELIVERED): (_R.CLOSED, (_RC.TELL_ABORT, _RC.RELEASE)),
+    (_R.BREAKING, _RE.WRITER_CLOSED): (_R.CLOSED, (_RC.TELL_ACK, _RC.RELEASE)),
     (_R.BREAKING, _RE.WRITER_ABANDONED): (_R.BREAKING, (_RC.TELL_ACK,)),
     (_R.BREAKING, _RE.CANCELLED): (_R.BREAKING, ()),
     (_R.BREAKING, _RE.EXPIRED): (_R.BREAKING, ()),
-    (_R.BREAKING, _RE.LEASE_OVER): (_R.CLOSED, (_RC.REPORT,)),
-    (_R.BREAKING, _RE.PEER_GONE): (_R.CLOSED, (_RC.REPORT,)),
+    (_R.BREAKING, _RE.PEER_GONE): (_R.CLOSED, (_RC.RELEASE,)),
     **{(_R.CLOSED, event): (_R.CLOSED, ()) for event in ReceiverEvent},
 }
 

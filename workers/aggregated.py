@@ -30,6 +30,7 @@ class AggregatedEngine:
     """Continuous batching of whole requests on one worker."""
 
     num_transfers = 0
+    num_quarantined = 0
 
     def __init__(
         self, *, runner: ModelRunner, decode: DecodeLoop, ledger: KvLedger, limits: EngineLimits

@@ -18,7 +18,7 @@ from kvmanager.errors import PoolExhausted, SlotsExhausted
 from kvmanager.ids import RequestId, TransferId
 from kvmanager.ledger import KvLedger
 from transceiver.errors import TransceiverError, UnknownPeer
-from transceiver.port import Broke, Delivered, Landed, Pages, SendSpec, TransferPort
+from transceiver.port import Broke, Delivered, Landed, Pages, Released, SendSpec, TransferPort
 from workers.admission import check_new, check_pool, check_prompt, check_sampling
 from workers.decode import DecodeLoop
 from workers.engine import ContextDone, EngineCounters, EngineEvent, Refused
@@ -121,7 +121,7 @@ class ContextEngine:
                     self._delivered(event)
                 case Broke():
                     self._broke(event)
-                case Landed():
+                case Landed() | Released():
                     raise AssertionError(f"a context worker received a transfer: {event.transfer}")
         self._expire_waiting(now_s)
         self._admit(now_s)
@@ -182,6 +182,10 @@ class ContextEngine:
     @property
     def num_transfers(self) -> int:
         return len(self._transfers)
+
+    @property
+    def num_quarantined(self) -> int:
+        return 0
 
     def _admit(self, now_s: float) -> None:
         while self._waiting:

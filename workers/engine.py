@@ -94,3 +94,8 @@ class Engine(Protocol):
 
     @property
     def num_transfers(self) -> int: ...
+
+    @property
+    def num_quarantined(self) -> int:
+        """Broken transfers whose pages nobody gets yet, because a write may still reach them."""
+        ...

@@ -1,18 +1,22 @@
 """The generation engine: decodes prompts that were computed elsewhere.
 
     waiting ──room in both ledgers──▶ reserved ──KV landed, first token──▶ decoding ──end | cancel | preempted──▶ gone
-                                         └──cancel | transfer broke──▶ draining ──transfer terminal──▶ gone
+                                         └──cancel | transfer broke──▶ gone, its pages perhaps in quarantine ──▶ free
 
 A reservation is one in both ledgers: prompt, max_tokens (or, under admission "grow", some of them), look-ahead. The
 slot bound then is a real one in target and draft alike, and when the KV lands the context length becomes the prompt
 length in both: the drafter starts with the whole prompt before its eyes. Nothing of a prompt is ever computed here.
 
+A reservation whose transfer breaks ends at once, and so does its slot. If its sender may still have a write under way,
+the pages belong to the transfer alone from then on, until the port says that nobody writes them any more.
+
 Pages can run out only under admission "grow". Then age decides, which a request keeps over all its runs: whoever lacks
 pages takes them from the youngest that decodes and is younger than itself, which is preempted: its pages and slot
 return, and its gateway brings it back, as a longer prompt, through a context worker. It is let in again before all
 younger ones. The youngest itself waits where it is, and nobody is let in while somebody lacks pages. So the oldest is
-never preempted and lacks pages only while transfers hold them, which end by themselves; whoever is not the oldest
-becomes it. Each run of a request emits a token at least, because only what has landed can be preempted.
+never preempted and lacks pages only while transfers hold them, which end by themselves, or in quarantine, when their
+sender wakes or is replaced; whoever is not the oldest becomes it. Each run of a request emits a token at least, because
+only what has landed can be preempted.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from kvmanager.errors import PoolExhausted, SlotsExhausted
 from kvmanager.ids import PageId, RequestId, TransferId, WorkerEpoch
 from kvmanager.layout import KvGeometry
 from kvmanager.ledger import KvLedger
-from transceiver.port import Broke, Delivered, Landed, Pages, ReceiveSpec, TransferPort
+from transceiver.port import Broke, Delivered, Landed, Pages, ReceiveSpec, Released, TransferPort
 from workers.admission import check_lengths, check_new, check_sampling
 from workers.decode import DecodeLoop
 from workers.engine import Emitted, EngineCounters, EngineEvent, Granted, Refused
@@ -43,7 +47,7 @@ from workers.sequence import Sequence
 
 @dataclass
 class _GenerationJob:
-    """One request before its KV has landed. `cancelled` jobs wait for their transfer to end before pages return."""
+    """One request before its KV has landed. `cancelled` jobs wait for their transfer to end."""
 
     request: ReserveRequest
     sequence: Sequence
@@ -78,6 +82,7 @@ class GenerationEngine:
         self._new_id = new_id
         self._waiting: deque[_GenerationJob] = deque()  # oldest first
         self._transfers: dict[TransferId, _GenerationJob] = {}
+        self._quarantined: set[TransferId] = set()  # broken, and a write of theirs may still arrive
         self._decoding: list[Sequence] = []  # oldest first
         self._lacking: list[Sequence] = []  # those of them that no page was left for in this step
         self._events: list[EngineEvent] = []
@@ -124,6 +129,8 @@ class GenerationEngine:
                     self._landed(event)
                 case Broke():
                     self._broke(event)
+                case Released():
+                    self._released(event.transfer)
                 case Delivered():
                     raise AssertionError(f"a generation worker sent a transfer: {event.transfer}")
         self._expire_waiting(now_s)
@@ -182,11 +189,15 @@ class GenerationEngine:
         self._reuse.inject(fault)
 
     def check(self) -> None:
-        """Raise when ledger and jobs disagree: every slot belongs to an open transfer or a decoding request."""
+        """Raise when ledger and jobs disagree: every slot belongs to an open transfer or a decoding request, and every
+        lease to a transfer in quarantine.
+        """
         self.ledger.check()
         self._port.check()
         if self.ledger.usage().slots_in_use != len(self._transfers) + len(self._decoding):
             raise AssertionError("slots and live requests differ")
+        if self.ledger.usage().leases != len(self._quarantined):
+            raise AssertionError("leases and transfers in quarantine differ")
         ages = [sequence.since_s for sequence in self._decoding]
         if ages != sorted(ages):
             raise AssertionError("a younger request stands before an older one")
@@ -194,7 +205,8 @@ class GenerationEngine:
     @property
     def idle(self) -> bool:
         able = len(self._decoding) > len(self._lacking)
-        return not (able or self._events or (self._waiting and not self._transfers))
+        awaits_pages = bool(self._transfers or self._quarantined)
+        return not (able or self._events or (self._waiting and not awaits_pages))
 
     @property
     def num_running(self) -> int:
@@ -207,6 +219,10 @@ class GenerationEngine:
     @property
     def num_transfers(self) -> int:
         return len(self._transfers)
+
+    @property
+    def num_quarantined(self) -> int:
+        return len(self._quarantined)
 
     def _admit(self, now_s: float) -> None:
         """The oldest first: a request that does not fit yet holds back those behind it, so none starves."""
@@ -279,11 +295,19 @@ class GenerationEngine:
 
     def _broke(self, event: Broke) -> None:
         job = self._transfers.pop(event.transfer)
+        if not event.pages_safe:
+            self.ledger.lease(job.sequence.request_id, event.transfer)
+            self._quarantined.add(event.transfer)
         self._let_go(job.sequence)
         self.counters.transfers_failed += 1
         if not job.cancelled:
             reason = f"the KV transfer ended in {event.state}: {event.reason}"
             self._events.append(Emitted(_error(job.request.request_id, reason)))
+
+    def _released(self, transfer: TransferId) -> None:
+        self._quarantined.remove(transfer)
+        self._lacking = []
+        self.ledger.end_lease(transfer)
 
     def _expire_waiting(self, now_s: float) -> None:
         for job in [job for job in self._waiting if job.deadline_s <= now_s]:

@@ -180,6 +180,7 @@ class EngineHost:
             draft_pages=engine.ledger.draft.num_pages if engine.ledger.draft is not None else 0,
             leases=usage.leases,
             transfers=engine.num_transfers,
+            quarantined_transfers=engine.num_quarantined,
             decode_steps=decode.decode_steps,
             decode_tokens=decode.decode_tokens,
             prompt_tokens_computed=counters.prompt_tokens_computed,

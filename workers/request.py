@@ -141,6 +141,7 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     """A worker's counters since start and its present occupancy.
 
     Pages in use belong to requests or transfers; `cached_pages` of the others hold prefixes until they are wanted.
+    `quarantined_transfers` have broken, but their senders never said that no write is under way: they keep their pages.
     """
 
     role: Role
@@ -168,6 +169,7 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     cached_pages: int = 0
     cached_prompt_tokens: int = 0
     preemptions: int = 0
+    quarantined_transfers: int = 0
 
 
 class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):

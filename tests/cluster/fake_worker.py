@@ -119,6 +119,7 @@ class FakeHost:
         self.reserved: list[ReserveRequest] = []
         self.cancelled: list[RequestId] = []
         self.connected: set[WorkerEpoch] = set()
+        self.disconnected: set[WorkerEpoch] = set()
         self.running = False
         self._sink: Callable[[TokenFrame], None] | None = None
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -194,6 +195,9 @@ class FakeHost:
         epoch = WorkerEpoch(hello.decode())
         self.connected.add(epoch)
         return epoch
+
+    def disconnect(self, epoch: WorkerEpoch) -> None:
+        self.disconnected.add(epoch)
 
     def stats(self) -> WorkerStats:
         stats = WorkerStats(

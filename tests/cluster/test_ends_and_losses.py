@@ -22,7 +22,7 @@ from kvmanager.ids import RequestId
 from tests.cluster.conftest import FakeCluster, StartCluster
 from tests.cluster.fake_worker import FakeHost
 from workers.errors import EngineFailed, NotAttached
-from workers.request import SamplingParams, SubmitRequest, WorkerStats
+from workers.request import Role, SamplingParams, SubmitRequest, WorkerStats
 
 
 async def started(
@@ -230,6 +230,33 @@ async def test_a_worker_whose_heartbeat_fails_is_suspect(aggregated: FakeCluster
 
 def broken_stats() -> WorkerStats:
     raise EngineFailed("no figures")
+
+
+@pytest.mark.parametrize("role", ["context", "generation"])
+async def test_when_a_worker_is_replaced_its_peers_hear_that_the_earlier_one_is_dead(
+    split: FakeCluster, role: Role
+) -> None:
+    """They may keep pages for whatever the dead one was writing; so may peers that join later."""
+    ((name, dead),) = ((name, host) for name, host in split.hosts.items() if host.role == role)
+    (peer,) = (host for host in split.hosts.values() if host is not dead)
+    (link,) = (link for link in split.gateway.links if link.worker.name == name)
+    await split.servers[name].stop()
+    while link.state is not LinkState.SUSPECT:
+        await asyncio.sleep(0.005)
+    assert not peer.disconnected
+    host = FakeHost(role, peer.peers)
+    server = WorkerServer(host)
+    split.hosts[name], split.servers[name] = host, server
+    ip, _, port = link.worker.address.rpartition(":")
+    await server.start(ip, int(port))
+    try:
+        while link.state is not LinkState.READY:
+            await asyncio.sleep(0.005)
+        assert peer.disconnected == {dead.epoch}
+        assert host.epoch in peer.connected
+        assert (await split.client.complete("ab", max_tokens=4))[0] == "abab"
+    finally:
+        await server.stop()
 
 
 async def test_a_port_that_accepts_and_never_answers_does_not_hang_the_start() -> None:

@@ -7,7 +7,8 @@ import os
 import signal
 import time
 import uuid
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 from kvmanager.ids import WorkerEpoch
@@ -17,7 +18,7 @@ from transceiver.port import ReceiveSpec, SendSpec, TransferEvent
 from transceiver.pump import Pump, nixl_port
 from transceiver.records import Timing
 
-TIMING = Timing(lease_s=1.2, heartbeat_s=0.2, grace_s=0.3)
+TIMING = Timing(lease_s=1.2, heartbeat_s=0.2)
 NUM_PAGES = 64
 
 
@@ -25,22 +26,22 @@ NUM_PAGES = 64
 class NixlWorker:
     memory: Memory
     port: Pump
+    _unread: deque[TransferEvent] = field(default_factory=deque)
+
+    def wait(self, timeout_s: float = 10.0) -> TransferEvent:
+        """The next event."""
+        give_up_s = time.monotonic() + timeout_s
+        while not self._unread and time.monotonic() < give_up_s:
+            self._unread.extend(self.port.poll(time.monotonic()))
+            time.sleep(0.001)
+        assert self._unread, "no event"
+        return self._unread.popleft()
 
 
 def start(name: str, fill_seed: int | None) -> NixlWorker:
     memory = Memory(NUM_PAGES, fill_seed)
     identity = Identity(WorkerEpoch(name), "any", FINGERPRINT)
     return NixlWorker(memory, nixl_port(identity, memory.pools, timing=TIMING))
-
-
-def wait_for(port: Pump, timeout_s: float = 10.0) -> TransferEvent:
-    give_up_s = time.monotonic() + timeout_s
-    while time.monotonic() < give_up_s:
-        events = port.poll(time.monotonic())
-        if events:
-            return events[0]
-        time.sleep(0.001)
-    raise AssertionError("no event")
 
 
 def serve(conn: Connection, name: str, fill_seed: int | None) -> None:
@@ -66,7 +67,7 @@ def serve(conn: Connection, name: str, fill_seed: int | None) -> None:
             case "finish", [transfer, handoff]:
                 port.finish(transfer, handoff)
             case "wait", []:
-                answer = wait_for(port)
+                answer = worker.wait()
             case "pages", [str(pool), list(ids)]:
                 answer = getattr(worker.memory, pool)[ids].tobytes()
             case "fill", [int(byte)]:

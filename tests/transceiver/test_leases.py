@@ -14,7 +14,7 @@ from transceiver.records import Timing
 from transceiver.wire import TerminalState
 
 T = TransferId("t")
-TIMING = Timing(lease_s=1.0, heartbeat_s=0.2, grace_s=0.3)
+TIMING = Timing(lease_s=1.0, heartbeat_s=0.2)
 
 
 class Link:
@@ -172,7 +172,11 @@ def test_a_strangers_heartbeats_for_a_bound_transfer_change_nothing() -> None:
         if events:
             break
     assert ended(events, TerminalState.EXPIRED)
-    assert len(link.receiver.endpoint._book._records.closed) == 1
+    closed = wire.Closed(T, TerminalState.FAILED, "a lie", quiet=True)
+    link.hub.send(forger.epoch, link.receiver.epoch, wire.encode(closed))
+    assert link.alone(link.receiver, 0.1) == []
+    assert link.receiver.endpoint.stats().quarantined == 1
+    assert not link.receiver.endpoint._book._records.closed
 
 
 def test_a_hold_names_its_mistakes() -> None:

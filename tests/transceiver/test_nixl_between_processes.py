@@ -12,12 +12,12 @@ import pytest
 
 from kvmanager.ids import PageId, TransferId, WorkerEpoch
 from tests.transceiver import nixl_peer
-from tests.transceiver.nixl_peer import NixlWorker, Peer, wait_for
+from tests.transceiver.nixl_peer import NixlWorker, Peer
 from tests.transceiver.small_worker import DRAFT, TARGET, handoff
 from transceiver import selftest
 from transceiver.errors import SelfTestFailed, TransportError, UnknownPeer
 from transceiver.nixl import NixlTransport
-from transceiver.port import Broke, Delivered, Landed, Pages, ReceiveSpec, SendSpec
+from transceiver.port import Broke, Delivered, Landed, Pages, ReceiveSpec, Released, SendSpec
 from transceiver.selftest import chosen_transport
 from transceiver.wire import Pools, Region, TerminalState, decode_hello, encode
 
@@ -94,7 +94,7 @@ def test_pages_pushed_in_chunks_arrive_in_another_process(
             here.port.push(transfer, end_position)
             time.sleep(0.005)
         here.port.finish(transfer, handoff(NUM_TOKENS))
-        assert wait_for(here.port) == Delivered(transfer, TARGET_BYTES, DRAFT_BYTES)
+        assert here.wait() == Delivered(transfer, TARGET_BYTES, DRAFT_BYTES)
         assert peer.ask("wait") == Landed(transfer, handoff(NUM_TOKENS), TARGET_BYTES, DRAFT_BYTES)
         target, draft = here.memory.target[list(SOURCE.target)], here.memory.draft[list(SOURCE.draft)]
         assert peer.ask("pages", "target", list(DESTINATION.target)) == target.tobytes()
@@ -116,10 +116,11 @@ def test_a_killed_sender_breaks_its_transfer_by_the_deadline_and_the_next_sender
     doomed.ask("push", transfer, 16)
     wait_until_written(here)
     doomed.kill()
-    broke = wait_for(here.port, timeout_s=3.0)
+    broke = here.wait(timeout_s=3.0)
     assert isinstance(broke, Broke)
-    assert (broke.transfer, broke.state) == (transfer, TerminalState.EXPIRED)
-    here.port.disconnect(doomed.epoch)
+    assert (broke.transfer, broke.state, broke.pages_safe) == (transfer, TerminalState.EXPIRED, False)
+    # Asking whether it has stopped finds out that it is dead.
+    assert here.wait(timeout_s=5.0) == Released(transfer)
 
     restarted = start_peer(fill_seed=2)
     restarted.ask("connect", here.port.hello())
@@ -127,7 +128,7 @@ def test_a_killed_sender_breaks_its_transfer_by_the_deadline_and_the_next_sender
     here.port.expect(receiving(transfer))
     restarted.ask("open", sending(transfer, decode_hello(here.port.hello()).epoch))
     restarted.ask("finish", transfer, handoff(NUM_TOKENS))
-    assert isinstance(wait_for(here.port), Landed)
+    assert isinstance(here.wait(), Landed)
 
 
 def test_a_killed_sender_breaks_its_transfer_at_once_when_it_is_disconnected(
@@ -143,7 +144,7 @@ def test_a_killed_sender_breaks_its_transfer_at_once_when_it_is_disconnected(
     wait_until_written(here)
     doomed.kill()
     here.port.disconnect(doomed.epoch)
-    broke = wait_for(here.port, timeout_s=1.0)
+    broke = here.wait(timeout_s=1.0)
     assert isinstance(broke, Broke)
     assert broke.state is TerminalState.FAILED
 
@@ -164,13 +165,17 @@ def test_a_sender_that_is_stopped_and_wakes_after_its_lease_touches_no_page(
     stopped.signal(signal.SIGSTOP)
     try:
         stopped.tell("finish", transfer, handoff(NUM_TOKENS))
-        broke = wait_for(here.port, timeout_s=4.0)
-        here.memory.target[:] = 0xEE
-        here.memory.draft[:] = 0xEE
+        broke = here.wait(timeout_s=4.0)
+        time.sleep(1.0)
+        assert here.port.stats().quarantined == 1
+        assert here.port.poll(time.monotonic()) == []
     finally:
         stopped.signal(signal.SIGCONT)
     assert isinstance(broke, Broke)
-    assert broke.state is TerminalState.EXPIRED
+    assert (broke.state, broke.pages_safe) == (TerminalState.EXPIRED, False)
+    assert here.wait() == Released(transfer)
+    here.memory.target[:] = 0xEE
+    here.memory.draft[:] = 0xEE
     assert stopped.hear() is None
     ended = stopped.ask("wait")
     assert isinstance(ended, Broke)
@@ -191,7 +196,7 @@ def test_a_killed_receiver_fails_the_senders_transfer_long_before_its_deadline(
     time.sleep(0.3)
     doomed.kill()
     here.port.finish(transfer, handoff(NUM_TOKENS))
-    broke = wait_for(here.port, timeout_s=5.0)
+    broke = here.wait(timeout_s=5.0)
     assert isinstance(broke, Broke)
     assert broke.state is TerminalState.FAILED
     with pytest.raises(UnknownPeer):

@@ -1,7 +1,7 @@
 """One worker outlives many peers over NIXL: each is killed or stopped in the middle of a transfer, and replaced.
 
-The survivor runs in a process of its own. Nobody tells it of a death: its own lease ends the transfer, and the next
-peer comes under a new epoch.
+The survivor runs in a process of its own. Nobody tells it of a death: its own lease ends the transfer, its
+questions find the dead, and the next peer comes under a new epoch.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import pytest
 from kvmanager.ids import PageId, TransferId
 from tests.transceiver.nixl_peer import TIMING, Peer
 from tests.transceiver.small_worker import handoff
-from transceiver.port import Broke, Delivered, Landed, Pages, PortStats, ReceiveSpec, SendSpec
+from transceiver.port import Broke, Delivered, Landed, Pages, PortStats, ReceiveSpec, Released, SendSpec
 
 NUM_TOKENS = 41
 SOURCE = Pages(tuple(map(PageId, range(5, 16))), tuple(map(PageId, range(40, 51))))
 DESTINATION = Pages(tuple(map(PageId, range(20, 31))), tuple(map(PageId, range(1, 12))))
 MARK = 0xEE
-RECOVERY_S = TIMING.lease_s + TIMING.grace_s + 1.0  # a tick, and a busy machine
+RECOVERY_S = TIMING.lease_s + 1.0  # a tick, and a busy machine
 
 
 @pytest.fixture
@@ -68,7 +68,9 @@ def ship_whole(sender: Peer, receiver: Peer) -> None:
 
 
 def lose_peer_in_mid_transfer(survivor: Peer, victim: Peer, number: signal.Signals, sends: bool) -> None:
-    """`sends`: the victim is the sender. The survivor's transfer ends within lease and grace, its pages untouched."""
+    """`sends`: the victim is the sender. The survivor's transfer ends within a lease. Its pages are free when the
+    victim has woken and said that it has stopped, or when asking it finds that it is dead; nobody touches them then.
+    """
     sender, receiver = (victim, survivor) if sends else (survivor, victim)
     transfer = start_transfer(sender, receiver)
     time.sleep(0.1)  # granted, and the first chunk is there
@@ -79,10 +81,16 @@ def lose_peer_in_mid_transfer(survivor: Peer, victim: Peer, number: signal.Signa
     assert isinstance(broke, Broke)
     assert broke.transfer == transfer
     assert took_s < RECOVERY_S
+    assert broke.pages_safe != sends
+    if number is signal.SIGSTOP:
+        stats = survivor.ask("check")
+        assert isinstance(stats, PortStats)
+        assert stats.quarantined == sends
+        victim.signal(signal.SIGCONT)
     if sends:
+        assert survivor.ask("wait") == Released(transfer)
         survivor.ask("fill", MARK)  # the pages' next owner
     if number is signal.SIGSTOP:
-        victim.signal(signal.SIGCONT)
         if sends:
             victim.ask("finish", transfer, handoff(NUM_TOKENS))
         assert isinstance(victim.ask("wait"), Broke)
@@ -94,7 +102,7 @@ def lose_peer_in_mid_transfer(survivor: Peer, victim: Peer, number: signal.Signa
     victim.kill()
     stats = survivor.ask("check")
     assert isinstance(stats, PortStats)
-    assert (stats.sending, stats.receiving) == (0, 0)
+    assert (stats.sending, stats.receiving, stats.quarantined) == (0, 0, 0)
 
 
 def outlive(survivor: Peer, rounds: int) -> None:

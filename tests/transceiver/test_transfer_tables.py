@@ -88,9 +88,7 @@ def test_the_events_that_cannot_happen_are_exactly_these() -> None:
         (expecting, ReceiverEvent.COMPLETED),
         (expecting, ReceiverEvent.MISDELIVERED),
         (expecting, ReceiverEvent.WRITER_ABANDONED),
-        (expecting, ReceiverEvent.LEASE_OVER),
         (expecting, ReceiverEvent.PEER_GONE),
-        (ReceiverPhase.GRANTED, ReceiverEvent.LEASE_OVER),
     }
 
 
@@ -123,8 +121,10 @@ def test_every_way_into_closed_reports_once() -> None:
         closing = after is SenderPhase.CLOSED and phase is not SenderPhase.CLOSED
         assert commands.count(SenderCommand.REPORT) == closing
     for (before, _), (then, orders) in RECEIVER_TABLE.items():
-        closing = then is ReceiverPhase.CLOSED and before is not ReceiverPhase.CLOSED
-        assert orders.count(ReceiverCommand.REPORT) == closing
+        open_phases = (ReceiverPhase.EXPECTING, ReceiverPhase.GRANTED)
+        assert orders.count(ReceiverCommand.REPORT) == (before in open_phases and then not in open_phases)
+        released = before is ReceiverPhase.BREAKING and then is ReceiverPhase.CLOSED
+        assert orders.count(ReceiverCommand.RELEASE) == released
 
 
 def test_a_failing_event_without_an_outcome_is_refused() -> None:

@@ -7,9 +7,10 @@ import pytest
 from kvmanager.ids import TransferId, WorkerEpoch
 from tests.transceiver.small_worker import DRAFT, TARGET, Clock, SmallWorker, handoff, pages
 from transceiver import wire
+from transceiver.book import Urgency
 from transceiver.errors import DuplicateTransfer, PlanError, UnknownPeer, UnknownTransfer
 from transceiver.loopback import Faults, LoopbackHub
-from transceiver.port import Broke, Delivered, Landed, Pages
+from transceiver.port import Broke, Delivered, Landed, Pages, Released
 from transceiver.records import Timing
 from transceiver.wire import TerminalState
 
@@ -157,7 +158,8 @@ def test_a_lost_word_about_the_end_is_repeated(kind: type) -> None:
     link.lose(kind)
     link.receiver.endpoint.abort(T, "the client left")
     sent, received = link.run(0.5)
-    assert [type(event) for event in (*sent, *received)] == [Broke, Broke]
+    assert [type(event) for event in sent] == [Broke]
+    assert received == [Broke(T, TerminalState.CANCELLED, "the client left", pages_safe=False), Released(T)]
 
 
 def test_the_sender_repeats_done_and_the_receiver_lands_once() -> None:
@@ -217,32 +219,46 @@ def test_pages_with_a_write_in_flight_are_kept_until_it_has_landed() -> None:
     link.sender.endpoint.push(T, 8)
     link.run(link.clock.step_s)
     link.receiver.endpoint.abort(T, "the client left")
+    _, received = link.run(link.clock.step_s)
+    assert received == [Broke(T, TerminalState.CANCELLED, "the client left", pages_safe=False)]
     for _ in range(200):
         _, received = link.run(link.clock.step_s)
         if received:
             break
         assert not link.receiver.memory.target[11].any(), "written, but not yet reported"
-    assert [type(event) for event in received] == [Broke]
+    assert received == [Released(T)]
     link.receiver.memory.target[:] = 0  # the next owner of the pages
     link.run(1.0)
     assert not link.receiver.memory.target.any()
 
 
-def test_a_sender_that_falls_silent_is_feared_until_its_lease_and_grace_are_over() -> None:
-    timing = Timing(grace_s=0.5)
-    link = Link(timing=timing)
+@pytest.mark.parametrize("end", ["it wakes", "it is dead"])
+def test_a_sender_that_falls_silent_costs_its_transfer_a_lease_and_is_feared_until_it_speaks_or_is_dead(
+    end: str,
+) -> None:
+    link = Link()
     link.start(ttl_s=1.0)
     link.run(0.1)
     silent = Clock(link.receiver)
     silent.now_s = link.clock.now_s
-    assert silent.run(1.3)[link.receiver.epoch] == []
-    (broke,) = silent.run(0.4)[link.receiver.epoch]
-    assert isinstance(broke, Broke)
-    assert broke.state is TerminalState.EXPIRED
+    assert silent.run(0.8)[link.receiver.epoch] == []
+    (broke,) = silent.run(0.2)[link.receiver.epoch]
+    assert broke == Broke(T, TerminalState.EXPIRED, "not complete within 1.0 s", pages_safe=False)
+    assert silent.run(100.0)[link.receiver.epoch] == []
+    stats = link.receiver.endpoint.stats()
+    assert (stats.receiving, stats.quarantined, stats.expired) == (0, 1, 1)
+    link.clock.now_s = silent.now_s
+    if end == "it wakes":
+        _, received = link.run(1.0)
+    else:
+        link.receiver.endpoint.disconnect(link.sender.epoch)
+        received = [*silent.run(0.1)[link.receiver.epoch]]
+    assert received == [Released(T)]
+    assert link.receiver.endpoint.stats().quarantined == 0
 
 
 def test_a_sender_that_wakes_after_its_lease_writes_nothing() -> None:
-    link = Link(timing=Timing(grace_s=0.5))
+    link = Link()
     link.start(ttl_s=1.0)
     link.run(0.1)
     link.sender.endpoint.finish(T, handoff(10))
@@ -257,7 +273,7 @@ def test_a_sender_that_wakes_after_its_lease_writes_nothing() -> None:
 
 def test_a_grant_that_took_long_gives_no_longer_lease() -> None:
     """The lease counts from the Open, so the sender stops before the receiver's deadline, not a delay after it."""
-    link = Link(timing=Timing(grace_s=0.1))
+    link = Link()
     grants: list[bytes] = []
 
     def withhold(source: WorkerEpoch, destination: WorkerEpoch, message: bytes) -> bool:
@@ -281,19 +297,27 @@ def test_a_grant_that_took_long_gives_no_longer_lease() -> None:
     assert not link.receiver.memory.target.any()
 
 
-def test_a_write_that_had_to_be_cancelled_is_feared_until_the_lease_is_over() -> None:
-    link = Link(timing=Timing(quiesce_s=0.1, grace_s=1.0))
+def test_a_write_that_outlives_its_transfer_is_feared_until_it_is_over() -> None:
+    link = Link(timing=Timing(quiesce_s=0.1, linger_s=0.5))
     link.start(ttl_s=2.0)
     link.run(0.1)
-    link.hub.faults = Faults(max_write_delay_s=8.0)  # with this seed, the write takes more than a second
+    link.hub.faults = Faults(max_write_delay_s=20.0)
     link.sender.endpoint.push(T, 8)
     link.run(link.clock.step_s)
+    ((write, (_, posted)),) = link.hub._workers[link.sender.epoch].pending.items()
+    link.hub._workers[link.sender.epoch].pending[write] = (link.clock.now_s + 10.0, posted)
     link.sender.endpoint.abort(T, "prefill failed")
     sent, received = link.run(1.0)
     assert [type(event) for event in sent] == [Broke]
-    assert received == [], "the cancelled write may still arrive"
-    _, received = link.run(2.5)
-    assert [type(event) for event in received] == [Broke]
+    (broke,) = received
+    assert broke == Broke(T, TerminalState.CANCELLED, "ended by the sender: prefill failed", pages_safe=False)
+    assert link.run(8.9) == ([], [])
+    assert not link.receiver.memory.target.any()
+    sent, received = link.run(1.0)
+    assert (sent, received) == ([], [Released(T)])
+    assert link.receiver.memory.target[11].any(), "it has arrived"
+    link.run(1.0)
+    assert link.sender.endpoint.urgency == link.receiver.endpoint.urgency == Urgency.IDLE
 
 
 def test_a_transfer_nobody_expects_is_refused_with_a_reason() -> None:

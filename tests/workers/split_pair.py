@@ -110,6 +110,7 @@ class SplitPair:
             "generation": (generation or config("generation"), models),
         }
         self._assemblies: dict[str, Assembly] = {}
+        self._dead: list[WorkerEpoch] = []
         self._start("context")
         self._start("generation")
         self._introduce()
@@ -140,13 +141,15 @@ class SplitPair:
         port.connect(self._assemblies["generation"].facts.hello)
 
     def restart(self, role: Role, *, told: bool) -> None:
-        """The worker dies with all it holds, and another takes its place. `told`: the survivor learns of it at once."""
+        """The worker dies with all it holds, and another takes its place.
+
+        `told`: the survivor learns of it at once, not by `tell_of_deaths`.
+        """
         epoch = self._assemblies[role].facts.epoch
         self.hub.crash(epoch)
-        survivor = self._assemblies["generation" if role == "context" else "context"]
-        assert survivor.port is not None
+        self._dead.append(epoch)
         if told:
-            survivor.port.disconnect(epoch)
+            self.tell_of_deaths()
         self._start(role)
         self._introduce()
         if role == "generation":
@@ -159,6 +162,13 @@ class SplitPair:
             for request_id in [r for r in self._prefilling if not self.outcomes[r].tokens]:
                 self.generation.cancel(request_id)
         self._prefilling.clear()
+
+    def tell_of_deaths(self) -> None:
+        """What a gateway does when it meets a worker's next incarnation."""
+        for assembly in self._assemblies.values():
+            assert assembly.port is not None
+            for epoch in self._dead:
+                assembly.port.disconnect(epoch)
 
     def usage(self) -> tuple[LedgerUsage, LedgerUsage]:
         return self.context.ledger.usage(), self.generation.ledger.usage()
