@@ -139,24 +139,3 @@ PRODUCTS = _split(
     "desk lamp; backpack; kettle; wool blanket; garden chair; water bottle; headset; notebook; rain jacket; frying pan; bicycle light; "
     "office chair; alarm clock; travel mug; wooden table; camping stove; umbrella; bookshelf; keyboard; pair of gloves; teapot; tent"
 )
-
-# Topics that stand in no training template: the shipped questions ask about these.
-
-HELD_OUT_SCIENCE = _split(
-    "the Gulf Stream; the nitrogen cycle; the atom; the flu virus; evolution; the Big Bang; protein synthesis; "
-    "the water table; a meteor shower; the lungs; insulin; thunder; a solar eclipse; crystallization; the atmosphere; the echo; "
-    "the aurora; quantum mechanics; climate change; desert ecosystems; the brain; genetics; the change of seasons"
-)
-
-HELD_OUT_TECHNOLOGY = _split(
-    "artificial intelligence; a smartphone; a nuclear reactor; a video codec; an electric car; a router; a programming language; "
-    "a satellite; a laser; a dishwasher; Bluetooth; a data centre; virtual reality; a printer; computer graphics; a chatbot; "
-    "an air conditioner; a submarine; a robot; email; a transistor; radar; a steam engine; cryptography"
-)
-
-HELD_OUT_EVERYDAY = _split(
-    "losing weight; learning to swim; studying for an exam; keeping new year's resolutions; starting a small business; writing a diary; "
-    "growing herbs; cooking for one; saving energy at home; yoga; buying a house; raising chickens; driving in snow; "
-    "teaching children to read; sewing; running a book club; drawing portraits; making soap; hiking; keeping a budget; "
-    "learning to code; playing the piano; planning a wedding; writing a blog"
-)

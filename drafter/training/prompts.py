@@ -1,7 +1,7 @@
 """Prompts: the shipped sets, which no training may touch, and the stream of training prompts that keeps clear of them.
 
 A training prompt is too near to a held-out one when both are the same words in the same order, numbers aside, or
-when nine tenths of the shorter one's four-word runs stand in the longer one. Sharing a template with other values
+when four fifths of the shorter one's four-word runs stand in the longer one. Sharing a template with other values
 is allowed (the model cards say so); sharing the values is not.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 
 from drafter.training.paragraphs import long_paragraph, paragraph
-from drafter.training.questions import held_out_question, question
+from drafter.training.questions import question
 from drafter.training.word_problems import word_problem
 
 FAMILIES = ("chat", "questions", "word_problems", "paragraphs")
@@ -27,8 +27,7 @@ FROM_TEMPLATES: dict[str, Callable[[Random], str]] = {
 }
 
 _RUN = 4
-_TOO_NEAR = 0.9  # share of four-word runs, training against held out
-_ALIKE = 0.8  # the same among held-out prompts, which are to differ more
+_TOO_NEAR = 0.8
 _NOT_A_WORD = re.compile(r"[^\w]+|\d+|_+")
 
 
@@ -54,8 +53,7 @@ def shipped_prompts(directory: Path) -> dict[str, list[str]]:
 class HeldOut:
     """Knows whether a text is, or nearly is, one of the held-out prompts."""
 
-    def __init__(self, prompts: Iterable[str], too_near: float = _TOO_NEAR) -> None:
-        self._too_near = too_near
+    def __init__(self, prompts: Iterable[str]) -> None:
         self._exact: set[tuple[str, ...]] = set()
         self._num_runs: list[int] = []
         self._holders: dict[tuple[str, ...], list[int]] = {}
@@ -79,8 +77,7 @@ class HeldOut:
         runs = _runs(words)
         shared = Counter(holder for run in runs for holder in self._holders.get(run, ()))
         return any(
-            count >= self._too_near * min(len(runs), self._num_runs[holder])
-            for holder, count in shared.items()
+            count >= _TOO_NEAR * min(len(runs), self._num_runs[holder]) for holder, count in shared.items()
         )
 
 
@@ -105,19 +102,15 @@ def training_prompts(family: str, count: int, seed: int, held_out: HeldOut) -> I
 
 
 def choose_held_out(family: str, count: int) -> list[str]:
-    """The shipped set of a template family: the generator under a seed that no training uses, no two prompts near.
-
-    Questions are few enough that training would meet nearly all of them; those of the shipped set have topics of their own.
-    """
+    """The shipped set of a template family: the generator under a seed that no training uses, no two prompts near."""
     rng = Random(f"{family} held out")
-    make = held_out_question if family == "questions" else FROM_TEMPLATES[family]
-    return spread_out((make(rng) for _ in range(100 * count)), count)
+    return spread_out((FROM_TEMPLATES[family](rng) for _ in range(100 * count)), count)
 
 
 def spread_out(candidates: Iterable[str], count: int) -> list[str]:
     """The first `count` candidates of which none is near an earlier one. Raises ValueError if there are too few."""
     chosen: list[str] = []
-    seen = HeldOut((), _ALIKE)
+    seen = HeldOut(())
     for candidate in candidates:
         if not seen.touches(candidate):
             chosen.append(candidate)

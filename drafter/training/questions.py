@@ -16,12 +16,6 @@ _ABOUT = {
     "countries": banks.COUNTRIES,
 }
 
-_HELD_OUT_ABOUT = {
-    "science": banks.HELD_OUT_SCIENCE,
-    "technology": banks.HELD_OUT_TECHNOLOGY,
-    "everyday": banks.HELD_OUT_EVERYDAY,
-}
-
 _QUESTIONS: dict[str, tuple[str, ...]] = {
     "science": (
         "What is {x}?",
@@ -156,16 +150,6 @@ def question(rng: Random) -> str:
         return rng.choice(_OTHER).format(**_values(rng))
     kind = rng.choice(tuple(_QUESTIONS))
     x, y = rng.sample(_ABOUT[kind], 2)
-    return rng.choice(_QUESTIONS[kind]).format(x=x, y=y, **_values(rng))
-
-
-def held_out_question(rng: Random) -> str:
-    """A question of the shipped set: science, technology or everyday skills, about a topic of its own.
-
-    Training never asks about these topics; both topics of a comparison are new, too.
-    """
-    kind = rng.choice(tuple(_HELD_OUT_ABOUT))
-    x, y = rng.sample(_HELD_OUT_ABOUT[kind], 2)
     return rng.choice(_QUESTIONS[kind]).format(x=x, y=y, **_values(rng))
 
 

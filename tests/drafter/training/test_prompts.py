@@ -64,14 +64,6 @@ def test_the_filter_has_something_to_filter() -> None:
     assert sum(held_out.touches(text) for text in redrawn) >= 64
 
 
-def test_shipped_questions_ask_about_topics_of_their_own() -> None:
-    trained = {*banks.SCIENCE, *banks.TECHNOLOGY, *banks.EVERYDAY}
-    asked = {*banks.HELD_OUT_SCIENCE, *banks.HELD_OUT_TECHNOLOGY, *banks.HELD_OUT_EVERYDAY}
-    assert not trained & asked
-    for prompt in read_prompts(_SHIPPED / "questions.jsonl"):
-        assert any(topic in prompt for topic in asked), prompt
-
-
 def test_spread_out_takes_no_two_near_prompts_and_says_when_there_are_too_few() -> None:
     assert spread_out(["What is 3 plus 4 here?", "What is 5 plus 6 here?", "Where is it?"], 2) == [
         "What is 3 plus 4 here?",
