@@ -18,7 +18,7 @@ from cluster.show import Watch, table
 from workers.config import DraftPolicy
 from workers.errors import InvalidRequest
 
-# Narrower than this the comparison's columns break; where the output is no terminal there is no width to respect.
+# Narrower than this the comparison loses columns; a narrow terminal had better wrap its lines.
 _TABLE_WIDTH = 118
 
 ALL_MODES = ",".join(mode.name for mode in MODES)
@@ -156,9 +156,7 @@ def _prompts(source: str) -> list[EvalPrompt]:
 
 
 def _finish(evaluation: Evaluation, as_json: bool) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_TABLE_WIDTH)
+    console = Console(width=max(Console().width, _TABLE_WIDTH))
     console.print(table(evaluation))
     for failure in evaluation.failures:
         console.print(f"FAILED {failure}", style="bold red", markup=False, highlight=False)

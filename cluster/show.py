@@ -83,7 +83,7 @@ def table(evaluation: Evaluation) -> Table:
     shown = Table(
         title=f"{plan.cluster.pair}: {len(plan.prompts)} prompts, up to {plan.max_tokens} tokens, {plan.cluster.dtype}"
     )
-    shown.add_column("mode", min_width=24)
+    shown.add_column("mode", min_width=18)
     for heading in (
         "AL",
         "AL, first 8 steps",
@@ -93,7 +93,7 @@ def table(evaluation: Evaluation) -> Table:
         "KV shipped: target / draft",
         "tokens/s",
     ):
-        shown.add_column(heading, justify="right", max_width=16)
+        shown.add_column(heading, justify="right", max_width=12)
     for name, report in evaluation.reports.items():
         mode = next(mode for mode in MODES if mode.name == name)
         shipped = f"{_size(report.kv_bytes_target)} / {_size(report.kv_bytes_draft)}" if mode.split else "–"
