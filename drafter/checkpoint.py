@@ -19,8 +19,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from drafter.config import DFlashConfig
-from drafter.dflash import DFlashDrafter, DraftLayerWeights, DraftWeights
+from drafter.config import DrafterConfig
+from drafter.dflash import BlockDrafter, DraftLayerWeights, DraftWeights
 from drafter.errors import DrafterCheckpointError, DrafterMismatch
 from drafter.linear import Linear
 
@@ -44,7 +44,7 @@ class TargetFacts:
     lm_head: Linear | None = None
 
 
-def load_drafter(path: Path, target: TargetFacts) -> DFlashDrafter:
+def load_drafter(path: Path, target: TargetFacts) -> BlockDrafter:
     """Load a DFlash drafter for `target`, in the dtype and on the device of the target's embedding.
 
     Raises DrafterConfigError (a field of config.json), DrafterMismatch (drafter and target disagree) or
@@ -56,7 +56,7 @@ def load_drafter(path: Path, target: TargetFacts) -> DFlashDrafter:
     _check_tensors(path, tensors, tensor_shapes(config))
     device, dtype = target.embed_weight.device, target.embed_weight.dtype
     placed = {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
-    return DFlashDrafter(config, _assemble(config, placed, target))
+    return BlockDrafter(config, _assemble(config, placed, target))
 
 
 def save_drafter(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -64,7 +64,7 @@ def save_drafter(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Te
 
     The config must parse and the tensors must fit it, so that what is saved can be loaded.
     """
-    parsed = DFlashConfig.from_dict(config)
+    parsed = DrafterConfig.from_dict(config)
     _check_tensors(path, tensors, tensor_shapes(parsed))
     path.mkdir(parents=True, exist_ok=True)
     save_file(
@@ -75,7 +75,7 @@ def save_drafter(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Te
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def read_config(path: Path) -> DFlashConfig:
+def read_config(path: Path) -> DrafterConfig:
     """Parse `path`/config.json. Raises DrafterCheckpointError (unreadable) or DrafterConfigError."""
     file = path / "config.json"
     try:
@@ -88,10 +88,10 @@ def read_config(path: Path) -> DFlashConfig:
         raise DrafterCheckpointError(f"{file}: {error}") from error
     if not isinstance(raw, dict):
         raise DrafterCheckpointError(f"{file}: expected a JSON object, got {type(raw).__name__}")
-    return DFlashConfig.from_dict(raw)
+    return DrafterConfig.from_dict(raw)
 
 
-def check_fits(config: DFlashConfig, target: TargetFacts) -> None:
+def check_fits(config: DrafterConfig, target: TargetFacts) -> None:
     """Raise DrafterMismatch when the drafter was not made for a target of this shape or fingerprint."""
     rows = (
         ("target_fingerprint", config.target_fingerprint or target.fingerprint, target.fingerprint),
@@ -104,7 +104,7 @@ def check_fits(config: DFlashConfig, target: TargetFacts) -> None:
             raise DrafterMismatch(field, ours, theirs, "use the drafter that was trained for this target")
 
 
-def tensor_shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of a checkpoint and its shape (11 per layer and 3 more)."""
     hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
     q_rows, kv_rows = config.num_heads * head_dim, config.num_kv_heads * head_dim
@@ -179,7 +179,7 @@ def _check_tensors(path: Path, tensors: Mapping[str, Tensor], shapes: Mapping[st
             )
 
 
-def _assemble(config: DFlashConfig, tensors: Mapping[str, Tensor], target: TargetFacts) -> DraftWeights:
+def _assemble(config: DrafterConfig, tensors: Mapping[str, Tensor], target: TargetFacts) -> DraftWeights:
     def layer(index: int) -> DraftLayerWeights:
         def weight(name: str) -> Tensor:
             return tensors[f"layers.{index}.{name}.weight"]

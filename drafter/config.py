@@ -62,7 +62,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class DFlashConfig:
+class DrafterConfig:
     """Shape of a DFlash draft model. All attention is full, and not causal inside the block."""
 
     hidden_size: int
@@ -79,14 +79,21 @@ class DFlashConfig:
     tap_layer_ids: tuple[int, ...]  # 0-based target decoder layers whose outputs are read
     num_target_layers: int
     target_fingerprint: str | None = None
+    sample_from_anchor: bool = (
+        False  # slot j predicts the token at anchor + j + 1 (DSpark), not at anchor + j
+    )
+
+    @property
+    def first_slot(self) -> int:
+        """The slot that drafts the token behind the anchor: the anchor's own, or the one after it."""
+        return 0 if self.sample_from_anchor else 1
 
     @property
     def max_draft_tokens(self) -> int:
-        """Slot 0 holds the anchor and predicts nothing, so a block drafts one token less than its size."""
-        return self.block_size - 1
+        return self.block_size - self.first_slot
 
     @classmethod
-    def from_dict(cls, config: Mapping[str, Any]) -> DFlashConfig:
+    def from_dict(cls, config: Mapping[str, Any]) -> DrafterConfig:
         """Parse a drafter's config.json. Raises DrafterConfigError naming the field."""
         nested = config.get("dflash_config")
         if nested is not None and not isinstance(nested, Mapping):

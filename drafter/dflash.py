@@ -24,10 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafter.attention import AttentionPlan, PagedAttention
-from drafter.config import DFlashConfig
+from drafter.config import DrafterConfig
 from drafter.context import ContextProjection
 from drafter.layers import RotaryTable, Rotation, rms_norm, rotate, swiglu
 from drafter.linear import Linear
+from drafter.proposal import DraftBlock, DraftChoice, DraftHead, IndependentHead, Proposal
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +57,17 @@ class DraftWeights:
     lm_head: Linear
 
 
-class DFlashDrafter:
-    """A loaded drafter. Holds weights only; keys and values live in the pool of the caller's attention."""
+class BlockDrafter:
+    """A loaded drafter: the network that reads context and block, and the head that chooses tokens.
 
-    def __init__(self, config: DFlashConfig, weights: DraftWeights) -> None:
+    Holds weights only; keys and values live in the pool of the caller's attention.
+    """
+
+    def __init__(self, config: DrafterConfig, weights: DraftWeights, head: DraftHead | None = None) -> None:
+        """`head` chooses tokens; without one every slot is on its own (DFlash)."""
         self.config = config
         self._weights = weights
+        self._head = head or IndependentHead()
         self._rotary = RotaryTable(
             config.rope, config.head_dim, weights.embed_VH.dtype, weights.embed_VH.device
         )
@@ -100,6 +106,11 @@ class DFlashDrafter:
         return self.config.max_draft_tokens
 
     @property
+    def lookahead(self) -> int:
+        """Positions behind the context that a step may write to: the block's, or the verified tokens'."""
+        return max(self.block_size, self.max_draft_tokens + 1)
+
+    @property
     def tap_layer_ids(self) -> tuple[int, ...]:
         return self.config.tap_layer_ids
 
@@ -124,8 +135,22 @@ class DFlashDrafter:
         num_draft: int,
         attention: PagedAttention,
         plan: AttentionPlan,
-    ) -> Tensor:
-        """Draft logits [B, K, V] for the K = num_draft positions that follow each anchor.
+        choice: DraftChoice,
+    ) -> Proposal:
+        """Draft tokens for the K = num_draft positions that follow each anchor. Arguments as of `block`."""
+        block = self.block(anchor_ids_B, positions_T, num_draft, attention, plan)
+        return self._head.choose(block, anchor_ids_B, choice)
+
+    @torch.inference_mode()
+    def block(
+        self,
+        anchor_ids_B: Tensor,
+        positions_T: Tensor,
+        num_draft: int,
+        attention: PagedAttention,
+        plan: AttentionPlan,
+    ) -> DraftBlock:
+        """The forward pass of a block: hidden states and logits of the slots that draft num_draft tokens.
 
         anchor_ids_B: each request's last chosen token. positions_T: positions of all block slots, request by
         request (B·block_size of them, any shape). plan: q_lens = [block_size]*B, kv_lens = start +
@@ -150,8 +175,11 @@ class DFlashDrafter:
             hidden_TH = hidden_TH + layer.o(attended_TM)
             normed_TH = rms_norm(hidden_TH, layer.post_norm_H, self.config.rms_norm_eps)
             hidden_TH = hidden_TH + layer.down(swiglu(layer.gate_up(normed_TH)))
-        final = rms_norm(hidden_TH, self._weights.norm_H, self.config.rms_norm_eps)
-        return self._weights.lm_head(final).view(num_requests, num_draft, -1)
+        final_TH = rms_norm(hidden_TH, self._weights.norm_H, self.config.rms_norm_eps)
+        logits_TV = self._weights.lm_head(final_TH)
+        return DraftBlock(
+            final_TH.view(num_requests, num_draft, -1), logits_TV.view(num_requests, num_draft, -1)
+        )
 
     def _attend(
         self,
@@ -172,6 +200,7 @@ class DFlashDrafter:
         return attended.reshape(num_tokens, -1)
 
     def _wanted(self, rows_TH: Tensor, num_draft: int) -> Tensor:
-        """Rows of slots 1 .. num_draft of every block, [B·K, ...]."""
+        """Rows of the slots that draft 1 .. num_draft tokens, of every block, [B·K, ...]."""
+        first = self.config.first_slot
         blocks = rows_TH.view(-1, self.block_size, rows_TH.shape[-1])
-        return blocks[:, 1 : num_draft + 1].reshape(-1, rows_TH.shape[-1])
+        return blocks[:, first : first + num_draft].reshape(-1, rows_TH.shape[-1])

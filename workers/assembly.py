@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from drafter.checkpoint import TargetFacts, load_drafter
-from drafter.dflash import DFlashDrafter
+from drafter.dflash import BlockDrafter
 from drafter.errors import DrafterError
 from drafter.fingerprint import drafter_fingerprint
 from drafter.policy import BlockLengthPolicy
@@ -64,7 +64,7 @@ class Models:
 
     pair: ModelPair
     decoder: Decoder
-    drafter: DFlashDrafter | None
+    drafter: BlockDrafter | None
     drafter_fingerprint: str | None
 
 
@@ -126,7 +126,7 @@ def build(config: WorkerConfig, models: Models, make_port: MakePort | None = Non
     )
     max_seq_len = _max_seq_len(config, decoder)
     # A context worker never decodes: nothing lies beyond its prompts.
-    lookahead = drafter.block_size if drafter is not None and config.role != "context" else 1
+    lookahead = drafter.lookahead if drafter is not None and config.role != "context" else 1
     limits = BatchLimits(max_batch=config.max_batch, max_seq_len=max_seq_len, lookahead=lookahead)
     try:
         demand = KvDemand(

@@ -110,14 +110,11 @@ class DecodeLoop:
         return self._policy.choose(len(group), [s.request_id for s in group])
 
     def _draft(self, group: list[Sequence], starts: list[int], num_draft: int) -> Tensor:
-        """Draft tokens [B, num_draft]; slot j of the block drafts position start + 1 + j."""
+        """Draft tokens [B, num_draft]; draft k is for position start + 1 + k."""
         if num_draft == 0:
             return torch.empty((len(group), 0), dtype=torch.int64)
-        logits_BKV = self._runner.draft(group, num_draft)
-        logits_NV = logits_BKV.reshape(len(group) * num_draft, -1)
-        sampling = [s.sampling for s in group for _ in range(num_draft)]
-        positions = [start + 1 + offset for start in starts for offset in range(num_draft)]
-        return self._sampler.choose(logits_NV, sampling, positions).view(len(group), num_draft)
+        choice = self._sampler.draft_choice([s.sampling for s in group], [start + 1 for start in starts])
+        return self._runner.draft(group, num_draft, choice).tokens_BK
 
     def _logprobs(self, sequence: Sequence, logits_NV: Tensor, tokens: list[int]) -> list[TokenLogprob]:
         wanted = sequence.sampling.logprobs

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from drafter.attention import AttentionPlan, PagedAttention
-from drafter.dflash import DFlashDrafter
+from drafter.dflash import BlockDrafter
+from drafter.proposal import DraftChoice, Proposal
 from kvmanager.ids import SlotId
 from kvmanager.ledger import KvLedger
 from workers.faults import Fault
@@ -34,7 +35,7 @@ class ModelRunner:
         *,
         decoder: Decoder,
         target_attention: PagedAttention,
-        drafter: DFlashDrafter | None,
+        drafter: BlockDrafter | None,
         draft_attention: PagedAttention | None,
         ledger: KvLedger,
         device: torch.device,
@@ -66,8 +67,8 @@ class ModelRunner:
             return None
         return self._decoder.logits(hidden_TH[-1:])
 
-    def draft(self, sequences: Items[Sequence], num_draft: int) -> Tensor:
-        """Draft logits [B, num_draft, V] for the next `num_draft` positions of each request."""
+    def draft(self, sequences: Items[Sequence], num_draft: int, choice: DraftChoice) -> Proposal:
+        """Draft the next `num_draft` tokens of each request; `choice` holds the requests in the same order."""
         drafter, attention = self._drafter, self._draft_attention
         if drafter is None or attention is None:
             raise ValueError("this worker has no drafter")
@@ -75,7 +76,7 @@ class ModelRunner:
         starts = self._ledger.lengths_of([s.request_id for s in sequences])
         plan = self._draft_plan(sequences, [block] * len(sequences), [start + block for start in starts])
         anchors_B = self._tokens([s.last_token for s in sequences])
-        return drafter.propose(anchors_B, self._spans(starts, block), num_draft, attention, plan)
+        return drafter.propose(anchors_B, self._spans(starts, block), num_draft, attention, plan, choice)
 
     def verify(self, sequences: Items[Sequence], drafts_BK: Tensor) -> Tensor:
         """Target logits [B, K+1, V] behind each request's newest token and its K draft tokens (K may be 0)."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from drafter.choice import ChoiceRule, choose
+from drafter.proposal import DraftChoice, KeyedChoice
 from workers.request import SamplingParams, TokenLogprob
 
 
@@ -27,6 +28,10 @@ class Sampler:
     ) -> Tensor:
         """Token ids, int64 [N]. positions[n] is the position that row n's token will occupy."""
         return choose(logits_NV, [_rule(params) for params in sampling], positions)
+
+    def draft_choice(self, sampling: Sequence[SamplingParams], first_positions: Sequence[int]) -> DraftChoice:
+        """What the drafter asks for its tokens; first_positions[b] is where request b's first draft goes."""
+        return KeyedChoice([_rule(params) for params in sampling], first_positions)
 
     def logprobs(self, logits_NV: Tensor, tokens_N: Tensor, num_top: Sequence[int]) -> list[TokenLogprob]:
         """The chosen tokens' log-probabilities, each with the num_top[n] likeliest of its row, best first.

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafter.config import DFlashConfig
+from drafter.config import DrafterConfig
 from drafter.training.blocks import context_mask
 from drafter.training.llama import RmsNorm, rotary_tables, rotate
 
@@ -24,7 +24,7 @@ Rope = tuple[Tensor, Tensor]  # cosine and sine, broadcastable over heads
 
 
 class _Attention(nn.Module):
-    def __init__(self, config: DFlashConfig) -> None:
+    def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.config = config
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -65,7 +65,7 @@ class _Attention(nn.Module):
 
 
 class _Mlp(nn.Module):
-    def __init__(self, config: DFlashConfig) -> None:
+    def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -77,7 +77,7 @@ class _Mlp(nn.Module):
 
 
 class _Layer(nn.Module):
-    def __init__(self, config: DFlashConfig) -> None:
+    def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.input_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
@@ -97,7 +97,7 @@ class _Layer(nn.Module):
 class DraftNetwork(nn.Module):
     """A DFlash draft model, trainable."""
 
-    def __init__(self, config: DFlashConfig, target_hidden_size: int) -> None:
+    def __init__(self, config: DrafterConfig, target_hidden_size: int) -> None:
         super().__init__()
         self.config = config
         self.fc = nn.Linear(len(config.tap_layer_ids) * target_hidden_size, config.hidden_size, bias=False)

@@ -17,7 +17,7 @@ from random import Random
 
 import torch
 
-from drafter.config import DFlashConfig
+from drafter.config import DrafterConfig
 from drafter.training.answering import answer_all, invent_user_turns
 from drafter.training.checkpoint import drafter_config, read_network, save_network
 from drafter.training.copycat import answer_to, any_text, encode_prompt, save_copycat, train_copycat
@@ -165,7 +165,7 @@ def train(run: Run, process: Process, start_from: Path | None) -> None:
         target_fingerprint=fingerprint,
     )
     torch.manual_seed(plan.recipe.seed)  # the same initial weights on every process
-    network = DraftNetwork(DFlashConfig.from_dict(config), target.shape.hidden_size)
+    network = DraftNetwork(DrafterConfig.from_dict(config), target.shape.hidden_size)
     if start_from is not None:
         network.load_state_dict(read_network(start_from, target.shape.hidden_size).state_dict())
     network = network.to(process.device)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from drafter.checkpoint import TargetFacts, save_drafter, tensor_shapes
-from drafter.config import DFlashConfig
+from drafter.config import DrafterConfig
 
 HIDDEN, VOCAB, TARGET_LAYERS = 24, 50, 6
 
@@ -50,7 +50,7 @@ def tensors(raw_config: dict[str, Any]) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(3)
     return {
         name: torch.randn(shape, generator=generator, dtype=torch.float64) * 0.3 + (len(shape) == 1)
-        for name, shape in tensor_shapes(DFlashConfig.from_dict(raw_config)).items()
+        for name, shape in tensor_shapes(DrafterConfig.from_dict(raw_config)).items()
     }
 
 

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from drafter.config import DFlashConfig, default_tap_layer_ids
+from drafter.config import DrafterConfig, default_tap_layer_ids
 from drafter.errors import DrafterConfigError
 
 
 def test_the_old_and_the_new_dialect_parse_to_the_same_config(raw_config: dict[str, Any]) -> None:
-    old = DFlashConfig.from_dict(raw_config)
+    old = DrafterConfig.from_dict(raw_config)
     new = dict(raw_config)
     new["dflash_config"] = raw_config["dflash_config"] | {
         "block_size": new.pop("block_size"),
@@ -17,7 +17,7 @@ def test_the_old_and_the_new_dialect_parse_to_the_same_config(raw_config: dict[s
     }
     new["rope_parameters"] = {"rope_theta": new.pop("rope_theta"), "rope_type": "default"}
     del new["rope_scaling"]
-    assert DFlashConfig.from_dict(new) == old
+    assert DrafterConfig.from_dict(new) == old
     assert old.block_size == 5
     assert old.max_draft_tokens == 4
     assert old.rope.theta == 10000.0
@@ -25,20 +25,20 @@ def test_the_old_and_the_new_dialect_parse_to_the_same_config(raw_config: dict[s
 
 def test_the_nested_block_size_wins_over_the_top_level_one(raw_config: dict[str, Any]) -> None:
     raw_config["dflash_config"]["block_size"] = 3
-    assert DFlashConfig.from_dict(raw_config).block_size == 3
+    assert DrafterConfig.from_dict(raw_config).block_size == 3
 
 
 def test_a_rope_theta_inside_rope_parameters_is_not_lost(raw_config: dict[str, Any]) -> None:
     del raw_config["rope_theta"]
     raw_config["rope_parameters"] = {"rope_theta": 500000.0, "rope_type": "default"}
-    assert DFlashConfig.from_dict(raw_config).rope.theta == 500000.0
+    assert DrafterConfig.from_dict(raw_config).rope.theta == 500000.0
 
 
 def test_absent_taps_are_spread_as_in_the_published_drafters(raw_config: dict[str, Any]) -> None:
     assert default_tap_layer_ids(36, 5) == (1, 9, 17, 25, 33)
     assert default_tap_layer_ids(36, 1) == (18,)
     del raw_config["dflash_config"]["target_layer_ids"]
-    assert DFlashConfig.from_dict(raw_config).tap_layer_ids == default_tap_layer_ids(6, 3)
+    assert DrafterConfig.from_dict(raw_config).tap_layer_ids == default_tap_layer_ids(6, 3)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_bad_field_is_named_with_its_limit(
     raw_config: dict[str, Any], change: dict[str, Any], field: str, reason: str
 ) -> None:
     with pytest.raises(DrafterConfigError, match=r"config\.json") as caught:
-        DFlashConfig.from_dict(raw_config | change)
+        DrafterConfig.from_dict(raw_config | change)
     assert caught.value.field == field
     assert reason in str(caught.value)
 
@@ -101,6 +101,6 @@ def test_a_bad_nested_field_is_named_with_its_limit(
 ) -> None:
     raw_config["dflash_config"] |= change
     with pytest.raises(DrafterConfigError) as caught:
-        DFlashConfig.from_dict(raw_config)
+        DrafterConfig.from_dict(raw_config)
     assert caught.value.field == field
     assert reason in str(caught.value)

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from drafter.checkpoint import TargetFacts, load_drafter
-from drafter.dflash import DFlashDrafter
+from drafter.choice import ChoiceRule, choose
+from drafter.dflash import BlockDrafter
+from drafter.proposal import KeyedChoice
 from kvmanager.layout import KvGeometry
 from workers.attention.torch import TorchPagedAttention
 from workers.storage import KvStorage
@@ -66,7 +68,7 @@ def plain_block(
 class Paged:
     """A drafter over its own pool; request b owns a fixed run of pages, in scattered order."""
 
-    def __init__(self, drafter: DFlashDrafter, dtype: torch.dtype, num_requests: int = 3) -> None:
+    def __init__(self, drafter: BlockDrafter, dtype: torch.dtype, num_requests: int = 3) -> None:
         geometry = KvGeometry(
             num_layers=drafter.num_layers,
             num_kv_heads=drafter.num_kv_heads,
@@ -89,7 +91,8 @@ class Paged:
         ends = [start + BLOCK for start in starts]
         plan = self.attention.plan(self.rows[requests], [BLOCK] * len(requests), ends, causal=False)
         positions = torch.cat([torch.arange(start, start + BLOCK) for start in starts])
-        return self.drafter.propose(torch.tensor(anchors), positions, num_draft, self.attention, plan)
+        block = self.drafter.block(torch.tensor(anchors), positions, num_draft, self.attention, plan)
+        return block.logits_BKV
 
 
 def random_taps(count: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -161,6 +164,23 @@ def test_fewer_drafts_are_a_prefix_of_more(saved: Path, facts: Facts) -> None:
     for count in (1, 2, 3):
         fewer = paged.propose([0, 1], [4, 5], [6, 6], num_draft=count)
         torch.testing.assert_close(fewer, full[:, :count], rtol=1e-12, atol=1e-12)
+
+
+def test_tokens_are_chosen_as_the_target_would_choose_from_the_same_logits(saved: Path, facts: Facts) -> None:
+    paged = Paged(load_drafter(saved, facts()), torch.float64)
+    for request in range(2):
+        paged.append(request, random_taps(6, seed=request), 0)
+    rules = [ChoiceRule(), ChoiceRule(temperature=1.5, top_k=20, seed=5)]
+    plan = paged.attention.plan(paged.rows[[0, 1]], [BLOCK] * 2, [6 + BLOCK] * 2, causal=False)
+    positions = torch.arange(6, 6 + BLOCK).repeat(2)
+    anchors = torch.tensor([4, 5])
+    choice = KeyedChoice(rules, [7, 7])
+    proposal = paged.drafter.propose(anchors, positions, 3, paged.attention, plan, choice)
+    logits = paged.propose([0, 1], [4, 5], [6, 6], num_draft=3)
+    for request, rule in enumerate(rules):
+        expected = choose(logits[request], [rule] * 3, [7, 8, 9])
+        assert torch.equal(proposal.tokens_BK[request], expected)
+    assert proposal.confidences_BK is None
 
 
 def test_the_drafts_depend_on_the_whole_context_and_its_positions(saved: Path, facts: Facts) -> None:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from drafter.checkpoint import TargetFacts, load_drafter, save_drafter, tensor_shapes
-from drafter.config import DFlashConfig
-from drafter.dflash import DFlashDrafter
+from drafter.config import DrafterConfig
+from drafter.dflash import BlockDrafter
 from kvmanager.layout import KvGeometry
 from tests.parity.dflash_export import export_target
 from tests.parity.dflash_ours import Ours, acceptance_length
@@ -101,7 +101,7 @@ def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         "block_size": 6,
         "dflash_config": {"mask_token_id": 100, "target_layer_ids": [0, 2, 4]},
     }
-    shapes = tensor_shapes(DFlashConfig.from_dict(raw))
+    shapes = tensor_shapes(DrafterConfig.from_dict(raw))
     tensors = {
         name: (torch.randn(shape, dtype=torch.float64) * 0.2 + (len(shape) == 1))
         for name, shape in shapes.items()
@@ -162,7 +162,7 @@ def _clock_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "_cuda_time", lambda: 0.0)
 
 
-def our_block_logits(drafter: DFlashDrafter, taps_TX: Tensor, anchor: int, chunks: list[int]) -> Tensor:
+def our_block_logits(drafter: BlockDrafter, taps_TX: Tensor, anchor: int, chunks: list[int]) -> Tensor:
     """The same block through the paged drafter, its context appended in `chunks`."""
     dtype = taps_TX.dtype
     geometry = KvGeometry(
@@ -184,7 +184,8 @@ def our_block_logits(drafter: DFlashDrafter, taps_TX: Tensor, anchor: int, chunk
         start += size
     plan = attention.plan(row, [drafter.block_size], [start + drafter.block_size], causal=False)
     positions = torch.arange(start, start + drafter.block_size)
-    return drafter.propose(torch.tensor([anchor]), positions, drafter.max_draft_tokens, attention, plan)[0]
+    block = drafter.block(torch.tensor([anchor]), positions, drafter.max_draft_tokens, attention, plan)
+    return block.logits_BKV[0]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-4), (torch.float32, 1e-3)], ids=str)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from drafter.checkpoint import TargetFacts, load_drafter, save_drafter, tensor_shapes
-from drafter.config import DFlashConfig
+from drafter.config import DrafterConfig
 from drafter.fingerprint import drafter_fingerprint
 from tests.workers.tiny_checkpoints import config_of, random_tensors, write_directory
 from workers.assembly import Models
@@ -37,7 +37,7 @@ def load_random_pair(directory: Path) -> Models:
     generator = torch.Generator().manual_seed(2)
     tensors = {
         name: torch.randn(shape, generator=generator, dtype=torch.float64) * 0.3 + (len(shape) == 1)
-        for name, shape in tensor_shapes(DFlashConfig.from_dict(draft_config)).items()
+        for name, shape in tensor_shapes(DrafterConfig.from_dict(draft_config)).items()
     }
     drafter_path = directory / "drafter"
     save_drafter(drafter_path, draft_config, tensors)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from drafter.config import DFlashConfig
+from drafter.config import DrafterConfig
 from kvmanager.layout import KvGeometry
 from tests.workers.split_pair import Outcome, SplitPair, config, run_aggregated
 from workers.assembly import Models
@@ -73,7 +73,7 @@ def test_bytes_shipped_equal_the_formula_target_and_draft_apart(models: Models) 
     outcome = run_split(SplitPair(models), [[7] * length], GREEDY)[0]
     decoder = models.decoder.config
     assert models.drafter is not None
-    drafter: DFlashConfig = models.drafter.config
+    drafter: DrafterConfig = models.drafter.config
     pages = 4
 
     def page_bytes(num_layers: int, num_kv_heads: int, head_dim: int) -> int:

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from drafter.config import DFlashConfig
+from drafter.config import DrafterConfig
 from drafter.training.blocks import context_mask, cut_blocks, sample_anchors
 from drafter.training.checkpoint import drafter_config
 from drafter.training.copycat import END, MASK, SHAPE
@@ -27,7 +27,7 @@ def network() -> DraftNetwork:
         target_fingerprint="test",
     )
     torch.manual_seed(1)
-    made = DraftNetwork(DFlashConfig.from_dict(config), SHAPE.hidden_size)
+    made = DraftNetwork(DrafterConfig.from_dict(config), SHAPE.hidden_size)
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return made

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from drafter.checkpoint import TargetFacts, load_drafter
-from drafter.config import DFlashConfig
+from drafter.config import DrafterConfig
 from drafter.training.checkpoint import drafter_config, read_network, save_network
 from drafter.training.copycat import END, MASK, SHAPE, save_copycat
 from drafter.training.llama import Llama
@@ -57,7 +57,7 @@ def test_hidden_states_taps_and_proposals_equal_the_serving_engines(
         eos_token_id=END,
         target_fingerprint=fingerprint,
     )
-    network = DraftNetwork(DFlashConfig.from_dict(config), SHAPE.hidden_size)
+    network = DraftNetwork(DrafterConfig.from_dict(config), SHAPE.hidden_size)
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     save_network(tmp_path / "drafter", network, config)
@@ -92,7 +92,7 @@ def test_hidden_states_taps_and_proposals_equal_the_serving_engines(
     served.append_context(out.taps_TX, positions, draft_attention, context_plan)
     block_plan = draft_attention.plan(rows, [8], [anchor + 8], causal=False)
     block_positions = torch.arange(anchor, anchor + 8)
-    theirs = served.propose(tokens[:, anchor], block_positions, 7, draft_attention, block_plan)
+    theirs = served.block(tokens[:, anchor], block_positions, 7, draft_attention, block_plan).logits_BKV
     hidden = network(taps, torch.tensor([[anchor]]), tokens[:, anchor:], torch.zeros(1), model.embedding_VH)
     ours = hidden[0, :, 1:] @ model.embedding_VH.T
     torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)

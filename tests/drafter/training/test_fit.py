@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 from drafter.checkpoint import tensor_shapes
-from drafter.config import DFlashConfig
+from drafter.config import DrafterConfig
 from drafter.training.__main__ import main
 from drafter.training.answering import trim_loop
 from drafter.training.checkpoint import drafter_config, read_network, save_network
@@ -38,7 +38,7 @@ _CONFIG = drafter_config(
 
 def _network() -> DraftNetwork:
     torch.manual_seed(1)
-    return DraftNetwork(DFlashConfig.from_dict(_CONFIG), SHAPE.hidden_size)
+    return DraftNetwork(DrafterConfig.from_dict(_CONFIG), SHAPE.hidden_size)
 
 
 def test_the_loss_of_a_short_run_falls() -> None:

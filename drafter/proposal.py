@@ -1,0 +1,80 @@
+"""From a block's logits to drafted tokens: who chooses them, and what a proposal holds.
+
+One forward pass of the drafter gives a `DraftBlock`: final hidden states and logits of every slot. A `DraftHead`
+makes a `Proposal` of it. DFlash's slots know nothing of each other, so its head chooses all tokens at once; a
+head whose slots depend on the token before (`drafter.markov`) chooses from left to right. Either asks a
+`DraftChoice` for the tokens, which holds each request's sampling settings and positions: the same rule and noise
+as the target's, on whichever device the logits are.
+
+Shapes: B requests, K drafts of each, H draft hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from drafter.choice import ChoiceRule, choose
+
+
+class DraftBlock(NamedTuple):
+    """What the drafter's forward pass says of the K slots asked for."""
+
+    hidden_BKH: Tensor  # after the final norm
+    logits_BKV: Tensor  # of the output head alone; without a sequential head these are the draft's logits
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Drafted tokens, int64 [B, K].
+
+    `confidences_BK` estimates, for each draft, the probability that the target chooses it too when it has chosen all
+    drafts before it; None from a drafter without a confidence head.
+    """
+
+    tokens_BK: Tensor
+    confidences_BK: Tensor | None = None
+
+
+class DraftChoice(Protocol):
+    """Chooses the tokens of one step's drafts, for the requests in order."""
+
+    def one(self, logits_BV: Tensor, draft: int) -> Tensor:
+        """Token ids, int64 [B], of every request's draft number `draft`, 0 being the one behind the anchor."""
+
+    def all(self, logits_BKV: Tensor) -> Tensor:
+        """Token ids, int64 [B, K], of every request's drafts 0 .. K-1."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyedChoice:
+    """Keyed noise for drafts: draft k of request b is chosen under rules[b] for position first_positions[b] + k."""
+
+    rules: Sequence[ChoiceRule]
+    first_positions: Sequence[int]
+
+    def one(self, logits_BV: Tensor, draft: int) -> Tensor:
+        return choose(logits_BV, self.rules, [first + draft for first in self.first_positions])
+
+    def all(self, logits_BKV: Tensor) -> Tensor:
+        num_requests, num_draft = logits_BKV.shape[:2]
+        rules = [rule for rule in self.rules for _ in range(num_draft)]
+        positions = [first + draft for first in self.first_positions for draft in range(num_draft)]
+        return choose(logits_BKV.flatten(0, 1), rules, positions).view(num_requests, num_draft)
+
+
+class DraftHead(Protocol):
+    """The last stage of a drafter family."""
+
+    def choose(self, block: DraftBlock, anchor_ids_B: Tensor, choice: DraftChoice) -> Proposal:
+        """Turn a block's slots into drafted tokens."""
+
+
+class IndependentHead:
+    """DFlash: every slot's token is chosen from its own logits, whatever the others say."""
+
+    def choose(self, block: DraftBlock, anchor_ids_B: Tensor, choice: DraftChoice) -> Proposal:
+        return Proposal(choice.all(block.logits_BKV))
