@@ -3,8 +3,8 @@
     unknown ──enough steps──▶ fine ──AL < min──▶ low ──AL >= min──▶ fine
 
 Speculative decoding loses no quality when its drafter breaks, only speed; no test of answers ever sees it. A verdict
-stands until there is evidence against it: an idle worker stays what it was. All decode steps count, also those of
-requests that turned drafting off, so `min_al` belongs below what the traffic's mix gives when all is well.
+stands until there is evidence against it: an idle worker stays what it was. Only steps that drafted count: requests
+that turned drafting off say nothing of the drafter.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class AcceptanceWatch:
         self._watched: dict[str, _Watched] = {}
 
     def note(
-        self, worker: str, epoch: WorkerEpoch, now_s: float, decode_steps: int, decode_tokens: int
+        self, worker: str, epoch: WorkerEpoch, now_s: float, drafted_steps: int, drafted_tokens: int
     ) -> Change | None:
-        """Counters since the incarnation's start; says when the verdict changes."""
+        """Counters since the incarnation's start, of steps that drafted; says when the verdict changes."""
         watched = self._watched.get(worker)
         if watched is None or watched.epoch != epoch:
             watched = self._watched[worker] = _Watched(epoch)
         samples = watched.samples
-        samples.append((now_s, decode_steps, decode_tokens))
+        samples.append((now_s, drafted_steps, drafted_tokens))
         # The newest sample older than the window stays: the window begins there.
         while len(samples) > 2 and samples[1][0] <= now_s - self._window_s:
             samples.popleft()
@@ -56,7 +56,7 @@ class AcceptanceWatch:
         return "fell" if low else "recovered"
 
     def recent(self, worker: str) -> float:
-        """Acceptance length of the window; 0 without a decode step in it."""
+        """Acceptance length of the window; 0 without a step that drafted in it."""
         watched = self._watched.get(worker)
         steps, tokens = _window(watched) if watched is not None else (0, 0)
         return tokens / steps if steps else 0.0

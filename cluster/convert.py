@@ -213,6 +213,8 @@ _FIGURES = (
     "last_progress_age_s",
     "cached_pages",
     "cached_prompt_tokens",
+    "transfers_cancelled",
+    "transfers_expired",
 )
 
 

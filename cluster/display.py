@@ -34,7 +34,8 @@ def status_table(state: admin_pb2.GetClusterStateResponse) -> Group:
     for name in ("run+wait", "slots", "pages", "AL", "prompt", "KV shipped", "transfers"):
         table.add_column(name, justify="right")
     for worker in state.workers:
-        failed = f", {worker.transfers_failed} failed" if worker.transfers_failed else ""
+        broken = worker.transfers_failed + worker.transfers_expired
+        failed = f", {broken} failed" if broken else ""
         table.add_row(
             worker.name,
             STATES.get(worker.state, "?"),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from cluster.answers import Route, Usage
+from workers.request import RequestStats
 
 _log = logging.getLogger("cluster.requests")
 
@@ -50,14 +51,22 @@ class Histogram:
 
 @dataclass
 class PositionCounts:
-    """Steps that drafted position j, and those whose draft was accepted there."""
+    """Steps that drafted position j, and those whose draft was accepted there; early steps and what they emitted."""
 
     accepted: list[int] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
+    early_steps: int = 0
+    early_tokens: int = 0
 
-    def add(self, accepted: Sequence[int], drafted: Sequence[int]) -> None:
-        self.accepted = [a + b for a, b in zip_longest(self.accepted, accepted, fillvalue=0)]
-        self.drafted = [a + b for a, b in zip_longest(self.drafted, drafted, fillvalue=0)]
+    def add(self, stats: RequestStats) -> None:
+        self.accepted = _added(self.accepted, stats.accepted_by_position)
+        self.drafted = _added(self.drafted, stats.drafted_by_position)
+        self.early_steps += stats.decode_steps_first8
+        self.early_tokens += stats.decode_tokens_first8
+
+
+def _added(counts: Sequence[int], more: Sequence[int]) -> list[int]:
+    return [a + b for a, b in zip_longest(counts, more, fillvalue=0)]
 
 
 @dataclass
@@ -133,8 +142,7 @@ class GatewayFigures:
         if stats is not None and stats.decode_steps:
             self.acceptance_length.observe(usage.acceptance_length)
             if record.workers:
-                positions = self.positions[record.workers[0]]
-                positions.add(stats.accepted_by_position, stats.drafted_by_position)
+                self.positions[record.workers[0]].add(stats)
 
     def _within_slo(self, record: RequestRecord, usage: Usage) -> bool:
         if record.first_chunk_s is None:

@@ -478,7 +478,7 @@ class Gateway:
         if stats is None or link.worker.role == "context":
             return
         change = self.acceptance.note(
-            name, stats.epoch, link.stats_taken_s, stats.decode_steps, stats.decode_tokens
+            name, stats.epoch, link.stats_taken_s, stats.drafted_steps, stats.drafted_tokens
         )
         if change is None:
             return

@@ -20,7 +20,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from cluster.errors import RequestError
+from cluster.errors import Preempted, RequestError, WorkerFailed, WorkerLost
 from cluster.figures import Histogram
 from cluster.gateway import Gateway
 from cluster.link import LinkState, WorkerLink
@@ -29,6 +29,8 @@ from workers.request import WorkerStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _WORKER = ("worker", "role")
+# There from the start, because a counter that appears with its first count has no rate of it.
+_NO_REPLAYS = {kind.reason.lower(): 0 for kind in (WorkerLost, WorkerFailed, Preempted)}
 
 
 class Metrics:
@@ -67,7 +69,7 @@ class _GatewayCollector(Collector):
             "Runs of requests that went on where an earlier run broke, by what had broken it",
             labels=("reason",),
         )
-        for reason, count in figures.replays.items():
+        for reason, count in {**_NO_REPLAYS, **figures.replays}.items():
             replays.add_metric((reason,), count)
         yield replays
         for name, text, count in (
@@ -140,7 +142,7 @@ class _WorkerCollector(Collector):
         watch = self._gateway.acceptance
         recent = GaugeMetricFamily(
             "slipstream_acceptance_length",
-            "Tokens per target decode step over the alarm's window; 0 without a step in it",
+            "Tokens per target decode step that drafted, over the alarm's window; 0 without a step in it",
             labels=_WORKER,
         )
         low = GaugeMetricFamily(
@@ -166,6 +168,14 @@ class _WorkerCollector(Collector):
             "Steps whose draft was accepted at this position",
             labels=labels,
         )
+        early_steps = CounterMetricFamily(
+            "slipstream_early_decode_steps",
+            "First decode steps of each run of this gateway's answered requests: a missing prompt context shows there",
+            labels=_WORKER,
+        )
+        early_tokens = CounterMetricFamily(
+            "slipstream_early_decode_tokens", "Tokens that those steps emitted", labels=_WORKER
+        )
         for link in links:
             counts = self._gateway.figures.positions.get(link.worker.name)
             if counts is None:
@@ -173,8 +183,9 @@ class _WorkerCollector(Collector):
             for family, values in ((drafted, counts.drafted), (accepted, counts.accepted)):
                 for position, value in enumerate(values):
                     family.add_metric((*_labels(link), str(position)), value)
-        yield drafted
-        yield accepted
+            early_steps.add_metric(_labels(link), counts.early_steps)
+            early_tokens.add_metric(_labels(link), counts.early_tokens)
+        yield from (drafted, accepted, early_steps, early_tokens)
 
 
 _GAUGES = (
@@ -207,6 +218,13 @@ _COUNTERS = (
         "worker_cached_prompt_tokens",
         "Prompt tokens found in the worker's prefix cache",
         "cached_prompt_tokens",
+    ),
+    ("drafted_decode_steps", "Decode steps that verified a draft", "drafted_steps"),
+    ("drafted_decode_tokens", "Tokens that those steps emitted", "drafted_tokens"),
+    (
+        "kv_write_seconds",
+        "Time in which writes of KV to other workers were under way; bytes shipped over it is the link's speed",
+        "kv_write_s",
     ),
     ("preemptions", "Requests whose pages were taken for older ones", "preemptions"),
     ("worker_requests_finished", "Requests that ended at the worker", "requests_finished"),
@@ -242,10 +260,15 @@ _SPLIT = (
     ),
     (
         "transfers",
-        "Transfers by terminal state; all but done are failed",
+        "Transfers by terminal state, as each side saw it",
         CounterMetricFamily,
         "state",
-        (("done", "transfers_done"), ("failed", "transfers_failed")),
+        (
+            ("done", "transfers_done"),
+            ("failed", "transfers_failed"),
+            ("cancelled", "transfers_cancelled"),
+            ("expired", "transfers_expired"),
+        ),
     ),
 )
 

@@ -82,7 +82,8 @@ def _workers(now: State, earlier: dict[tuple[str, str], admin_pb2.Worker], elaps
         slots = f"{worker.slots_in_use}/{worker.max_batch}"
         if worker.draft_pages and worker.draft_slots_in_use != worker.slots_in_use:
             slots = f"[bold red]{worker.slots_in_use}≠{worker.draft_slots_in_use}[/]"
-        failed = f" [red]+{worker.transfers_failed} failed[/]" if worker.transfers_failed else ""
+        broken = worker.transfers_failed + worker.transfers_expired
+        failed = f" [red]+{broken} failed[/]" if broken else ""
         decodes = worker.role != admin_pb2.WORKER_ROLE_CONTEXT
         table.add_row(
             worker.name,

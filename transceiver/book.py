@@ -43,6 +43,7 @@ class TransferBook:
         self._peers = Peers(ours, self._records.timing.max_introduced, staging.size_bytes)
         self._sending = Sending(ours, self._peers, self._records, staging)
         self._receiving = Receiving(ours, self._peers, self._records)
+        self._writing_since_s: float | None = None
 
     # calls
 
@@ -98,6 +99,8 @@ class TransferBook:
 
     def step(self, now_s: float, inbound: Inbound) -> list[Action]:
         """Advance everything by what the transport found and by the clock. The actions are in order."""
+        if self._writing_since_s is not None:
+            self._records.write_s += now_s - self._writing_since_s
         for ended in inbound.ended:
             self._sending.write_ended(ended)
         for source, data in inbound.messages:
@@ -107,6 +110,7 @@ class TransferBook:
         self._sending.advance(now_s)
         self._receiving.advance(now_s)
         self._say_what_is_due(now_s)
+        self._writing_since_s = now_s if self._sending.writing else None
         actions, self._records.actions = self._records.actions, []
         return actions
 
@@ -184,6 +188,7 @@ class TransferBook:
             expired=records.ends[TerminalState.EXPIRED],
             bytes_target=records.bytes_target,
             bytes_draft=records.bytes_draft,
+            write_s=records.write_s,
         )
 
     def check(self) -> None:

@@ -109,7 +109,8 @@ TransferEvent = Landed | Delivered | Broke | Released
 class PortStats:
     """Open transfers, and counters since start. Bytes count what this side sent and what it received.
 
-    `quarantined`: broken ones whose pages a write may still reach; they are not among `receiving`.
+    `quarantined`: broken ones whose pages a write may still reach; they are not among `receiving`. `write_s`:
+    seconds in which writes of ours were in flight, one or many, as finely as `poll` was called.
     """
 
     sending: int
@@ -121,6 +122,7 @@ class PortStats:
     expired: int
     bytes_target: int
     bytes_draft: int
+    write_s: float = 0.0
 
 
 class TransferPort(Protocol):

@@ -110,6 +110,7 @@ class Records:
         self.ends: Counter[TerminalState] = Counter()
         self.bytes_target = 0
         self.bytes_draft = 0
+        self.write_s = 0.0
 
     def answer(self, peer: WorkerEpoch, message: Message) -> None:
         """Send once; if it is lost the peer asks again."""

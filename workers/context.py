@@ -286,7 +286,7 @@ class ContextEngine:
             return
         self._stop(job)
         self.ledger.end_lease(event.transfer)
-        self.counters.transfers_failed += 1
+        self.counters.transfer_ended(event.state)
         self._end(job, TransferBroke(f"the KV transfer ended in {event.state}: {event.reason}"))
 
     def _expire_waiting(self, now_s: float) -> None:

@@ -45,6 +45,8 @@ class DecodeLoop:
         self._clock = clock
         self.decode_steps = 0
         self.decode_tokens = 0
+        self.drafted_steps = 0  # those decode steps that verified a draft, and what they emitted
+        self.drafted_tokens = 0
 
     def first_token(self, sequence: Sequence, logits_1V: Tensor) -> tuple[int, TokenLogprob | None]:
         """Choose the token behind the prompt from its logits [1, V]."""
@@ -93,6 +95,9 @@ class DecodeLoop:
             sequence.count_step(kept, num_draft, accepted)
             self.decode_steps += 1
             self.decode_tokens += kept
+            if num_draft:
+                self.drafted_steps += 1
+                self.drafted_tokens += kept
             if sequence.drafting:
                 self._policy.observe_acceptance(sequence.request_id, num_draft, accepted)
             outputs.append(sequence.report(tokens, self._logprobs(sequence, logits_BWV[row, :kept], tokens)))

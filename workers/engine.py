@@ -11,6 +11,7 @@ from typing import Protocol
 
 from kvmanager.ids import RequestId
 from kvmanager.ledger import KvLedger
+from transceiver.wire import TerminalState
 from workers.decode import DecodeLoop
 from workers.errors import WorkerRefused
 from workers.faults import Fault
@@ -53,7 +54,7 @@ EngineEvent = Emitted | Granted | ContextDone | Refused
 
 @dataclass
 class EngineCounters:
-    """Counted since the worker started."""
+    """Counted since the worker started. Each transfer ends in one of its four counters."""
 
     steps: int = 0
     prompt_tokens_computed: int = 0
@@ -62,8 +63,21 @@ class EngineCounters:
     kv_bytes_draft: int = 0
     transfers_done: int = 0
     transfers_failed: int = 0
+    transfers_cancelled: int = 0
+    transfers_expired: int = 0
     requests_finished: int = 0
     preemptions: int = 0
+
+    def transfer_ended(self, state: TerminalState) -> None:
+        match state:
+            case TerminalState.DONE:
+                self.transfers_done += 1
+            case TerminalState.FAILED:
+                self.transfers_failed += 1
+            case TerminalState.CANCELLED:
+                self.transfers_cancelled += 1
+            case TerminalState.EXPIRED:
+                self.transfers_expired += 1
 
 
 class Engine(Protocol):

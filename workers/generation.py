@@ -299,7 +299,7 @@ class GenerationEngine:
             self.ledger.lease(job.sequence.request_id, event.transfer)
             self._quarantined.add(event.transfer)
         self._let_go(job.sequence)
-        self.counters.transfers_failed += 1
+        self.counters.transfer_ended(event.state)
         if not job.cancelled:
             reason = f"the KV transfer ended in {event.state}: {event.reason}"
             self._events.append(Emitted(_error(job.request.request_id, reason)))

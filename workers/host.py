@@ -166,7 +166,7 @@ class EngineHost:
         if self._failure is not None:
             raise EngineFailed(f"the engine failed: {self._failure}")
         engine, usage = self._engine, self._engine.ledger.usage()
-        counters, decode = engine.counters, engine.decode
+        counters, decode, port = engine.counters, engine.decode, self._assembly.port
         return WorkerStats(
             role=self.facts.role,
             epoch=self.facts.epoch,
@@ -194,6 +194,11 @@ class EngineHost:
             cached_pages=usage.cached_pages,
             cached_prompt_tokens=counters.cached_prompt_tokens,
             preemptions=counters.preemptions,
+            transfers_cancelled=counters.transfers_cancelled,
+            transfers_expired=counters.transfers_expired,
+            drafted_steps=decode.drafted_steps,
+            drafted_tokens=decode.drafted_tokens,
+            kv_write_s=port.stats().write_s if port is not None else 0.0,
         )
 
     async def _ask(self, request_id: RequestId | None, command: Callable[[float], None]) -> Any:

@@ -142,6 +142,8 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
 
     Pages in use belong to requests or transfers; `cached_pages` of the others hold prefixes until they are wanted.
     `quarantined_transfers` have broken, but their senders never said that no write is under way: they keep their pages.
+    `drafted_steps` are the decode steps that verified a draft, `drafted_tokens` what those emitted: requests without
+    drafting are not among them. `kv_write_s`: seconds in which writes to peers were under way.
     """
 
     role: Role
@@ -170,6 +172,11 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     cached_prompt_tokens: int = 0
     preemptions: int = 0
     quarantined_transfers: int = 0
+    transfers_cancelled: int = 0
+    transfers_expired: int = 0
+    drafted_steps: int = 0
+    drafted_tokens: int = 0
+    kv_write_s: float = 0.0
 
 
 class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):

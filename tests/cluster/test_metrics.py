@@ -20,8 +20,11 @@ from cluster.logs import JsonFormatter, TextFormatter
 from cluster.metrics import Metrics
 from tests.cluster.conftest import FakeCluster, StartCluster
 from tests.cluster.fake_worker import FakeHost
+from tests.cluster.prometheus_lint import findings
+from transceiver.wire import TerminalState
 
 DASHBOARDS = Path(__file__).parents[2] / "deploy" / "dashboards"
+TERMINAL_STATES = [str(state).lower() for state in TerminalState]
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
@@ -82,6 +85,11 @@ async def test_what_workers_say_of_themselves_is_told_per_worker(split: FakeClus
         "decode_tokens": 34,
         "kv_bytes_draft": 5,
         "transfers_failed": 2,
+        "transfers_cancelled": 3,
+        "transfers_expired": 4,
+        "drafted_steps": 8,
+        "drafted_tokens": 32,
+        "kv_write_s": 0.5,
         "draft_pages_in_use": 3,
     }
     await split.gateway.refresh()
@@ -91,7 +99,13 @@ async def test_what_workers_say_of_themselves_is_told_per_worker(split: FakeClus
     assert value(samples, "decode_tokens_total", **at) == 34
     assert value(samples, "prompt_tokens_computed_total", **at) == 0
     assert value(samples, "kv_shipped_bytes_total", ledger="draft", **at) == 5
-    assert value(samples, "transfers_total", state="failed", **at) == 2
+    ends = {state: value(samples, "transfers_total", state=state, **at) for state in TERMINAL_STATES}
+    assert ends == {"done": 0, "failed": 2, "cancelled": 3, "expired": 4}
+    assert value(samples, "drafted_decode_steps_total", **at) == 8
+    assert value(samples, "drafted_decode_tokens_total", **at) == 32
+    assert value(samples, "kv_write_seconds_total", **at) == 0.5
+    assert value(samples, "early_decode_steps_total", **at) == 3
+    assert value(samples, "early_decode_tokens_total", **at) == 6
     assert value(samples, "pages_in_use", ledger="draft", **at) == 3
     assert value(samples, "draft_tokens_drafted_total", position="0", **at) == 3
     assert value(samples, "draft_tokens_accepted_total", position="0", **at) == 3
@@ -122,7 +136,7 @@ async def test_a_low_acceptance_length_alarms_and_is_logged_once(
     assert value(scraped(cluster), "acceptance_length_low", **at) == 0
     with caplog.at_level(logging.WARNING, "cluster.gateway"):
         for steps in (100, 200, 300):
-            host.stats_change = {"decode_steps": steps, "decode_tokens": steps * 109 // 100}
+            host.stats_change = {"drafted_steps": steps, "drafted_tokens": steps * 109 // 100}
             await link.refresh()
     samples = scraped(cluster)
     assert value(samples, "acceptance_length_low", **at) == 1
@@ -198,9 +212,28 @@ async def test_every_metric_that_a_dashboard_or_an_alert_names_exists(split: Fak
 async def test_names_and_units_follow_the_convention(split: FakeCluster) -> None:
     await used(split)
     text = Metrics(split.gateway).text().decode()
-    for family in text_string_to_metric_families(text):
-        assert family.name.startswith("slipstream_")
-        assert family.documentation, family.name
-        assert not re.search(r"_(ms|s|mb|kb|percent)(_|$)", family.name), family.name
-        if family.type == "counter":
-            assert all(sample.name.endswith("_total") for sample in family.samples), family.name
+    assert findings(text) == []
+    families = list(text_string_to_metric_families(text))
+    assert all(family.name.startswith("slipstream_") for family in families)
+    assert len(families) > 30
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("# HELP wait_ms Wait\n# TYPE wait_ms gauge\nwait_ms 1\n", "ms abbreviates a unit"),
+        ("# HELP wait_minutes Wait\n# TYPE wait_minutes gauge\nwait_minutes 1\n", "use seconds"),
+        ("# HELP x_gauge X\n# TYPE x_gauge gauge\nx_gauge 1\n", "its name says its type"),
+        ("# HELP seconds_waited X\n# TYPE seconds_waited gauge\nseconds_waited 1\n", "unit is not the last"),
+        ("# TYPE x gauge\nx 1\n", "it has no help"),
+        ('# HELP x X\n# TYPE x gauge\nx{a="1"} 1\nx{b="1"} 1\n', "different labels"),
+        ('# HELP x X\n# TYPE x gauge\nx{request_id="1"} 1\n', "as many values as there are requests"),
+        (
+            '# HELP lost_by_role X\n# TYPE lost_by_role gauge\nlost_by_role{role="1"} 1\n',
+            "part of its name",
+        ),
+        ("# HELP aB X\n# TYPE aB gauge\naB 1\n", "lower case words"),
+    ],
+)
+def test_a_scrape_that_breaks_the_convention_is_found(text: str, said: str) -> None:
+    assert any(said in finding for finding in findings(text)), findings(text)

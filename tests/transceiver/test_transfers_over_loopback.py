@@ -76,6 +76,20 @@ def test_target_and_draft_pages_arrive_and_bytes_follow_the_formula() -> None:
     )
 
 
+def test_the_time_of_writes_is_counted_and_no_other() -> None:
+    link = Link(faults=Faults(max_write_delay_s=0.4))
+    link.start(num_tokens=10)
+    link.run(3.0)
+    assert link.sender.endpoint.stats().write_s == 0.0, "nothing is final yet"
+    link.sender.endpoint.finish(T, handoff(10))
+    link.run(3.0)
+    written_s = link.sender.endpoint.stats().write_s
+    assert 0.0 < written_s <= 0.4 + 2 * link.clock.step_s
+    link.run(3.0)
+    assert link.sender.endpoint.stats().write_s == written_s
+    assert link.receiver.endpoint.stats().write_s == 0.0
+
+
 def test_pages_travel_while_later_chunks_are_still_to_come() -> None:
     link = Link()
     link.start(num_tokens=10)

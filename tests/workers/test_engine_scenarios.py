@@ -282,3 +282,45 @@ def test_logprobs_come_for_every_token_the_first_included(models: Models, prompt
     pair.run()
     assert len(collected) == 12
     assert all(value <= 0.0 for value in collected)
+
+
+def test_transfers_are_counted_by_the_state_that_they_end_in(
+    models: Models, prompts: list[list[int]]
+) -> None:
+    """One loses its sender, one is cancelled, one gets no sender in time, one is done."""
+    pair = SplitPair(models, faults=Faults(max_write_delay_s=0.5), seed=1)
+    pair.ask(prompts[0], GREEDY)
+    while not pair.context.counters.prompt_tokens_computed:
+        pair.tick()
+    for _ in range(3):
+        pair.tick()  # the two have spoken of the transfer
+    pair.restart("context", told=True)
+    pair.run()
+    cancelled = pair.ask(prompts[1], GREEDY)
+    while not pair.context.num_transfers:
+        pair.tick()
+    pair.generation.cancel(cancelled)
+    pair.run()
+    assert pair.context.counters.transfers_cancelled == 1
+    pair.ask(prompts[0], GREEDY, ttl_s=1.0)
+    while not all(outcome.over for outcome in pair.outcomes.values()):
+        pair.tick(context=False)
+    pair.run()
+    pair.ask(prompts[0], GREEDY)
+    pair.run()
+    ends = pair.generation.counters
+    assert (ends.transfers_cancelled, ends.transfers_failed) == (1, 1)
+    assert (ends.transfers_expired, ends.transfers_done) == (1, 1)
+
+
+def test_steps_without_drafts_do_not_count_as_drafted(models: Models, prompts: list[list[int]]) -> None:
+    pair = SplitPair(models)
+    pair.ask(prompts[0], msgspec.structs.replace(GREEDY, draft_tokens=0))
+    pair.run()
+    decode = pair.generation.decode
+    assert decode.decode_steps == GREEDY.max_tokens - 1
+    assert (decode.drafted_steps, decode.drafted_tokens) == (0, 0)
+    pair.ask(prompts[0], GREEDY)
+    pair.run()
+    assert decode.drafted_tokens == GREEDY.max_tokens - 1
+    assert decode.drafted_steps == decode.decode_steps - decode.drafted_tokens
