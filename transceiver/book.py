@@ -14,10 +14,10 @@ from kvmanager.ids import TransferId, WorkerEpoch
 from transceiver import wire
 from transceiver.errors import BookCorrupt, WireError
 from transceiver.peers import Peers
-from transceiver.port import PortStats, ReceiveSpec, SendSpec, TransferEvent
+from transceiver.port import PortStats, Ready, ReceiveSpec, SendSpec, TransferEvent
 from transceiver.receiving import Receiving
 from transceiver.records import Action, DropPeer, Key, Meet, Records, Side, Timing
-from transceiver.sending import Sending
+from transceiver.sending import Mark, Sending
 from transceiver.transfer import Outcome
 from transceiver.transport import Inbound
 from transceiver.wire import Hello, Region, TerminalState
@@ -29,7 +29,8 @@ class Urgency(enum.IntEnum):
     IDLE = 0
     OPEN = 1  # a transfer waits for something: a chunk, a grant, an answer
     WRITTEN_TO = 2  # a peer may be writing our pages, and some links need our polls for that
-    MOVING = 3  # writes or actions are under way
+    AWAITING = 3  # the device computes what is to be shipped next
+    MOVING = 4  # writes or actions are under way
 
 
 class TransferBook:
@@ -74,11 +75,23 @@ class TransferBook:
     def open(self, spec: SendSpec) -> None:
         self._sending.open(spec)
 
-    def push(self, transfer: TransferId, end_position: int) -> None:
-        self._sending.push(transfer, end_position)
+    def push(self, transfer: TransferId, end_position: int, ready: Ready | None = None) -> None:
+        self._sending.push(transfer, end_position, ready)
 
-    def finish(self, transfer: TransferId, handoff: wire.Handoff) -> None:
-        self._sending.finish(transfer, handoff)
+    def finish(self, transfer: TransferId, handoff: wire.Handoff, ready: Ready | None = None) -> None:
+        self._sending.finish(transfer, handoff, ready)
+
+    def awaited(self) -> list[tuple[TransferId, tuple[Mark, ...]]]:
+        """What the device has yet to finish, in its order: whoever may do I/O asks, and tells `reached`."""
+        return self._sending.awaited()
+
+    def reached(self, transfer: TransferId, mark: Mark) -> None:
+        """The device has finished this mark, and with it those before it."""
+        self._sending.reached(transfer, mark)
+
+    def computing_failed(self, transfer: TransferId, reason: str) -> None:
+        """The device will not finish what was pushed."""
+        self._sending.computing_failed(transfer, reason)
 
     def expect(self, spec: ReceiveSpec) -> None:
         self._receiving.expect(spec)
@@ -168,6 +181,8 @@ class TransferBook:
     def urgency(self) -> Urgency:
         if self._records.actions or self._sending.writing:
             return Urgency.MOVING
+        if self._sending.awaiting:
+            return Urgency.AWAITING
         if self._receiving.granted:
             return Urgency.WRITTEN_TO
         sending, receiving = self._sending, self._receiving

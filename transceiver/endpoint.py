@@ -16,8 +16,9 @@ from kvmanager.ids import TransferId, WorkerEpoch
 from transceiver.annex import DEFAULT_STAGING_BYTES, Annex, Inspect, Prepare
 from transceiver.book import TransferBook, Urgency
 from transceiver.errors import TransportError
-from transceiver.port import PortStats, ReceiveSpec, SendSpec, TransferEvent
+from transceiver.port import PortStats, Ready, ReceiveSpec, SendSpec, TransferEvent
 from transceiver.records import Action, CancelWrite, DropPeer, Meet, Notify, Timing
+from transceiver.sending import Mark
 from transceiver.transport import Transport, Write
 from transceiver.wire import Fingerprint, Handoff, Hello, Pools, encode, with_tags
 
@@ -90,13 +91,13 @@ class Endpoint:
         with self._lock:
             self._book.open(spec)
 
-    def push(self, transfer: TransferId, end_position: int) -> None:
+    def push(self, transfer: TransferId, end_position: int, ready: Ready | None = None) -> None:
         with self._lock:
-            self._book.push(transfer, end_position)
+            self._book.push(transfer, end_position, ready)
 
-    def finish(self, transfer: TransferId, handoff: Handoff) -> None:
+    def finish(self, transfer: TransferId, handoff: Handoff, ready: Ready | None = None) -> None:
         with self._lock:
-            self._book.finish(transfer, handoff)
+            self._book.finish(transfer, handoff, ready)
 
     def expect(self, spec: ReceiveSpec) -> None:
         with self._lock:
@@ -108,6 +109,7 @@ class Endpoint:
 
     def poll(self, now_s: float) -> list[TransferEvent]:
         inbound = self._transport.poll(now_s)
+        self._ask_the_device()
         with self._lock:
             actions = self._book.step(now_s, inbound)
         for peer, reason in self._perform(actions):
@@ -139,6 +141,27 @@ class Endpoint:
 
     def close(self) -> None:
         self._transport.close()
+
+    def _ask_the_device(self) -> None:
+        """Find out which forwards have finished. Asking is I/O, so the book is unlocked meanwhile."""
+        with self._lock:
+            awaited = self._book.awaited()
+        for transfer, marks in awaited:
+            reached: Mark | None = None
+            failure: RuntimeError | None = None
+            try:
+                for mark in marks:
+                    if mark.ready is not None and not mark.ready():
+                        break
+                    reached = mark
+            except RuntimeError as error:
+                failure = error
+            with self._lock:
+                if failure is not None:
+                    reason = f"the forward that computes its KV failed: {failure}"
+                    self._book.computing_failed(transfer, reason)
+                elif reached is not None:
+                    self._book.reached(transfer, reached)
 
     def _dismiss(self, peer: WorkerEpoch, reason: str) -> None:
         with self._lock:

@@ -6,6 +6,9 @@ then `push` after each chunk whose forward has finished, then `finish`. Both lea
 receiver `Landed`, the sender `Delivered`, or either `Broke`. Every transfer ends in exactly one of these on
 each side, whatever the other does. Where a write may still arrive, the receiver's `Broke` says so, and `Released`
 follows when none can any more.
+
+On an accelerator a forward is still running when its call returns. So `push` takes a `Ready`, which tells whether the
+device has finished what it was made behind; the engine computes on, and the pages travel once it says yes.
 """
 
 from __future__ import annotations
@@ -16,6 +19,13 @@ from typing import Protocol
 
 from kvmanager.ids import PageId, TransferId, WorkerEpoch
 from transceiver.wire import Handoff, TerminalState
+
+Ready = Callable[[], bool]
+"""Whether the device has finished the forward that wrote a chunk: `query` of an event recorded behind it.
+
+Called from the transfer thread, again and again until it says True; quick, and without waiting. A RuntimeError of it,
+which is how a device reports that a computation failed, ends the transfer as FAILED.
+"""
 
 
 class PageLists(Protocol):
@@ -154,17 +164,18 @@ class TransferPort(Protocol):
         """Start an outgoing transfer. Raises UnknownPeer, DuplicateTransfer, PlanError."""
         ...
 
-    def push(self, transfer: TransferId, end_position: int) -> None:
-        """KV of positions < end_position is final in both pools: ship the pages it completes. Never goes
-        back.
+    def push(self, transfer: TransferId, end_position: int, ready: Ready | None = None) -> None:
+        """KV of positions < end_position is final in both pools, now or as soon as `ready` says so: ship the pages it
+        completes. Never goes back; what was pushed earlier goes first, whichever is ready first.
 
         Harmless after the transfer has broken. Raises UnknownTransfer, PlanError.
         """
         ...
 
-    def finish(self, transfer: TransferId, handoff: Handoff) -> None:
-        """All prompt KV is final: ship the rest, then the handoff behind it. Raises UnknownTransfer,
-        PlanError.
+    def finish(self, transfer: TransferId, handoff: Handoff, ready: Ready | None = None) -> None:
+        """All prompt KV is final, now or as soon as `ready` says so: ship the rest, then the handoff behind it.
+
+        Raises UnknownTransfer, PlanError.
         """
         ...
 

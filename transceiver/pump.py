@@ -28,7 +28,7 @@ from transceiver.book import Urgency
 from transceiver.endpoint import Endpoint, Identity
 from transceiver.errors import PumpStopped
 from transceiver.nixl import NixlTransport
-from transceiver.port import PortStats, ReceiveSpec, SendSpec, TransferEvent
+from transceiver.port import PortStats, Ready, ReceiveSpec, SendSpec, TransferEvent
 from transceiver.records import Timing
 from transceiver.transport import Transport
 from transceiver.wire import Handoff, Pools
@@ -38,13 +38,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """Seconds between polls: while something moves, while a peer may be writing our pages, while something is open,
-    while nothing is.
+    """Seconds between polls: while something moves, while the device computes what is shipped next, while a peer may be
+    writing our pages, while something is open, while nothing is.
 
     `settle_s`: how long after the last sign of life the pace stays busy.
     """
 
     busy_s: float = 0.0003
+    awaiting_s: float = 0.0003
     written_to_s: float = 0.0005
     waiting_s: float = 0.002
     idle_s: float = 0.05
@@ -106,12 +107,12 @@ class Pump:
         self._endpoint.open(spec)
         self._woken()
 
-    def push(self, transfer: TransferId, end_position: int) -> None:
-        self._endpoint.push(transfer, end_position)
+    def push(self, transfer: TransferId, end_position: int, ready: Ready | None = None) -> None:
+        self._endpoint.push(transfer, end_position, ready)
         self._woken()
 
-    def finish(self, transfer: TransferId, handoff: Handoff) -> None:
-        self._endpoint.finish(transfer, handoff)
+    def finish(self, transfer: TransferId, handoff: Handoff, ready: Ready | None = None) -> None:
+        self._endpoint.finish(transfer, handoff, ready)
         self._woken()
 
     def expect(self, spec: ReceiveSpec) -> None:
@@ -197,6 +198,8 @@ class Pump:
             return pace.idle_s
         if urgency is Urgency.MOVING or still_s < pace.settle_s:
             return pace.busy_s
+        if urgency is Urgency.AWAITING:
+            return pace.awaiting_s
         return pace.written_to_s if urgency is Urgency.WRITTEN_TO else pace.waiting_s
 
     def _connect_all(self, endpoint: Endpoint) -> None:

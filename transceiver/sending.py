@@ -7,11 +7,15 @@ room, so each page travels once, whatever the chunks. The handoff follows when e
 transfer lets its writes complete before it says Closed, because that word tells the receiver that its pages are safe.
 Writes that take too long for that outlive their transfer here: it closes without the promise, its receiver keeps its
 pages and asks on, and hears it when they are over.
+
+A push that comes with a `Ready` leaves a mark. Marks are passed in their order only, so a page is never written before
+the forward that fills it has finished, nor before an earlier chunk's.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass, field
 
 from kvmanager.ids import TransferId, WorkerEpoch
@@ -23,11 +27,19 @@ from transceiver.errors import BookCorrupt, DuplicateTransfer, PlanError, Unknow
 from transceiver.holding import Holding
 from transceiver.lanes import Cargo, Lane, lanes
 from transceiver.peers import Peers
-from transceiver.port import Broke, Delivered, SendSpec
+from transceiver.port import Broke, Delivered, Ready, SendSpec
 from transceiver.records import CancelWrite, ClosedTransfer, Key, Outgoing, Records, Side, remote_outcome
 from transceiver.transfer import Outcome, Sender, SenderCommand, SenderEvent, SenderPhase
 from transceiver.transport import Write, WriteEnded, WriteId
 from transceiver.wire import Hello, Region, TerminalState
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mark:
+    """KV of positions < end_position is final once `ready` says so; None: once all before it is."""
+
+    end_position: int
+    ready: Ready | None
 
 
 @dataclass(slots=True)
@@ -43,12 +55,18 @@ class _Sending:
     asking: SenderPhase | None = None  # the phase whose question (Open, Done) wants an answer
     answer_by_s: float = math.inf
     ready_position: int = 0
+    marks: deque[Mark] = field(default_factory=deque)  # pushed, not yet ready; in order
     in_flight: dict[WriteId, list[Span]] = field(
         default_factory=dict
     )  # with what each uses of the staging buffer
     quiesce_by_s: float | None = None
     quiet: bool = True  # False: a cancelled write may still arrive
     handoff: wire.Handoff | None = None
+
+    @property
+    def pushed_position(self) -> int:
+        """Up to where the engine has pushed, ready or not."""
+        return self.marks[-1].end_position if self.marks else self.ready_position
 
 
 class Sending:
@@ -86,6 +104,11 @@ class Sending:
         """Whether any write of an open transfer is in flight."""
         return bool(self._writes)
 
+    @property
+    def awaiting(self) -> bool:
+        """Whether any open transfer waits for its forward."""
+        return any(entry.marks for entry in self._open.values())
+
     # calls of the engine
 
     def hold(self, transfer: TransferId, peer: WorkerEpoch, ttl_s: float) -> None:
@@ -122,18 +145,18 @@ class Sending:
         )
         self._records.say(_key(spec.transfer), spec.peer, opening)
 
-    def push(self, transfer: TransferId, end_position: int) -> None:
+    def push(self, transfer: TransferId, end_position: int, ready: Ready | None) -> None:
         entry = self._find(transfer)
         if entry is None:
             return
-        if not entry.ready_position <= end_position <= entry.spec.num_tokens:
+        if not entry.pushed_position <= end_position <= entry.spec.num_tokens:
             raise PlanError(
-                f"push to {end_position} after {entry.ready_position} of {entry.spec.num_tokens} tokens",
+                f"push to {end_position} after {entry.pushed_position} of {entry.spec.num_tokens} tokens",
                 transfer,
             )
-        entry.ready_position = end_position
+        _mark(entry, end_position, ready)
 
-    def finish(self, transfer: TransferId, handoff: wire.Handoff) -> None:
+    def finish(self, transfer: TransferId, handoff: wire.Handoff, ready: Ready | None) -> None:
         entry = self._find(transfer)
         if entry is None:
             return
@@ -143,8 +166,26 @@ class Sending:
             )
         if entry.handoff is not None:
             raise PlanError("finished twice", transfer)
-        entry.ready_position = entry.spec.num_tokens
+        _mark(entry, entry.spec.num_tokens, ready)
         entry.handoff = wire.with_draft_shipped(handoff, entry.spec.ship_draft)
+
+    def awaited(self) -> list[tuple[TransferId, tuple[Mark, ...]]]:
+        """The marks of every transfer that has some and may yet ship, in order."""
+        return [(transfer, tuple(entry.marks)) for transfer, entry in self._open.items() if entry.marks]
+
+    def reached(self, transfer: TransferId, mark: Mark) -> None:
+        """The forward behind this mark has finished, and with it those before; a transfer that ended does not care."""
+        entry = self._open.get(transfer)
+        if entry is None or mark not in entry.marks:
+            return
+        while (passed := entry.marks.popleft()) is not mark:
+            entry.ready_position = passed.end_position
+        entry.ready_position = mark.end_position
+        _pass_unconditional(entry)
+
+    def computing_failed(self, transfer: TransferId, reason: str) -> None:
+        if transfer in self._open:
+            self._on(transfer, SenderEvent.CANCELLED, Outcome(TerminalState.FAILED, reason))
 
     def abort(self, transfer: TransferId, reason: str) -> None:
         if transfer in self._held:
@@ -317,6 +358,8 @@ class Sending:
         entry.state, commands = entry.state.on(event, outcome)
         if entry.state.phase is not before:
             self._records.settled(_key(transfer))
+        if entry.state.phase in (SenderPhase.QUIESCING, SenderPhase.CLOSED):
+            entry.marks.clear()  # nothing more of it is shipped
         for command in commands:
             self._obey(transfer, entry, command, event)
 
@@ -381,6 +424,11 @@ class Sending:
                 raise BookCorrupt(f"sender in {phase} asks its peer something: {asks}", transfer)
             if any(lane.shipped > lane.final(entry.ready_position) for lane in entry.lanes):
                 raise BookCorrupt("sender shipped pages that are not final", transfer)
+            positions = [entry.ready_position, *(mark.end_position for mark in entry.marks)]
+            if positions != sorted(positions):
+                raise BookCorrupt(f"sender awaits positions out of order: {positions}", transfer)
+            if entry.marks and entry.marks[0].ready is None:
+                raise BookCorrupt("sender awaits what is ready", transfer)
         self._held.check(self._open)
         self._arena.check()
         if self._arena.num_taken != sum(
@@ -395,6 +443,18 @@ class Sending:
 
 def _key(transfer: TransferId) -> Key:
     return (Side.SENDER, transfer)
+
+
+def _mark(entry: _Sending, end_position: int, ready: Ready | None) -> None:
+    if entry.state.phase is not SenderPhase.QUIESCING:
+        entry.marks.append(Mark(end_position, ready))
+        _pass_unconditional(entry)
+
+
+def _pass_unconditional(entry: _Sending) -> None:
+    """Marks without a condition are passed as soon as nothing is awaited before them."""
+    while entry.marks and entry.marks[0].ready is None:
+        entry.ready_position = entry.marks.popleft().end_position
 
 
 def _ask(entry: _Sending, now_s: float) -> int:

@@ -234,7 +234,9 @@ class ContextEngine:
         self._push(job, self.ledger.length(request_id))  # what the cache had can go at once
 
     def _push(self, job: _ContextJob, end_position: int) -> None:
-        self._port.push(job.transfer, max(end_position - job.request.reservation.first_position, 0))
+        """Ship what completes KV up to here, once the device has computed it. Cached pages may be as fresh as that."""
+        shipped = max(end_position - job.request.reservation.first_position, 0)
+        self._port.push(job.transfer, shipped, self._runner.written())
 
     def _prefill(self, job: _ContextJob) -> None:
         sequence = job.sequence
@@ -243,8 +245,8 @@ class ContextEngine:
         logits_1V = self._runner.prefill_chunk(sequence, start, end)
         self.ledger.commit(sequence.request_id, end)
         self.counters.prompt_tokens_computed += end - start
+        self._push(job, end)  # the last chunk too: it travels while the first token is chosen
         if logits_1V is None:
-            self._push(job, end)
             return
         self._reuse.leave_prompt(sequence)
         token, logprob = self.decode.first_token(sequence, logits_1V)

@@ -12,6 +12,7 @@ the context length, where the next block overwrites them, and a fixed number of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 
 import torch
@@ -66,6 +67,17 @@ class ModelRunner:
         if end < sequence.num_prompt_tokens:
             return None
         return self._decoder.logits(hidden_TH[-1:])
+
+    def written(self) -> Callable[[], bool] | None:
+        """Tells, from any thread, whether the device has finished all forwards launched so far.
+
+        None where a forward has finished when it returns.
+        """
+        if self._device.type != "cuda":
+            return None
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(self._device))
+        return done.query
 
     def draft(self, sequences: Items[Sequence], num_draft: int, choice: DraftChoice) -> Proposal:
         """Draft the next `num_draft` tokens of each request; `choice` holds the requests in the same order."""

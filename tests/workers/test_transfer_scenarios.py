@@ -16,6 +16,7 @@ from kvmanager.ids import PageId, RequestId, TransferId
 from tests.workers.split_pair import TICK_S, Outcome, SplitPair, config, run_aggregated
 from transceiver import content, wire
 from transceiver.loopback import Faults
+from transceiver.port import Ready
 from transceiver.records import Timing
 from workers.assembly import Models, build
 from workers.config import WorkerConfig
@@ -391,16 +392,34 @@ def test_s45_no_byte_of_a_pushed_chunk_changes_after_its_push(
     pushed: list[tuple[list[int], np.ndarray]] = []
     push = pair.context._port.push
 
-    def watched(transfer: TransferId, end_position: int) -> None:
+    def watched(transfer: TransferId, end_position: int, ready: Ready | None) -> None:
         ids = list(pair.context.ledger.pages(a).target[: end_position // 4])
         pushed.append((ids, pool[ids].copy()))
-        push(transfer, end_position)
+        push(transfer, end_position, ready)
 
     monkeypatch.setattr(pair.context._port, "push", watched)
     pair.run()
     assert len([ids for ids, _ in pushed if ids]) > 5
     for ids, seen in pushed:
         assert (pool[ids] == seen).all()
+    assert pair.outcomes[a].tokens == golden(random_models, PROMPTS[0])
+
+
+def test_s45_nothing_is_shipped_while_the_device_still_computes_it(
+    random_models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = pair_of(random_models, context=small("context", chunk=4))
+    computed = False
+    monkeypatch.setattr(pair.context._runner, "written", lambda: lambda: computed)
+    a = pair.ask(PROMPTS[0], ANSWER)
+    region = wire.decode_hello(pair._assemblies["generation"].facts.hello).pools.target
+    pool = content.memory(region.address, region.size_bytes)
+    for _ in range(50):
+        pair.tick()
+    assert pair.context.num_running == 0  # the engine went through the whole prompt
+    assert not pool.any()
+    computed = True
+    pair.run()
     assert pair.outcomes[a].tokens == golden(random_models, PROMPTS[0])
 
 
