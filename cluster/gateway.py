@@ -178,6 +178,10 @@ class Gateway:
         self._membership.start()
         await self._membership.wait_ready(timeout_s)
 
+    def assign(self, workers: Sequence[WorkerAddress]) -> None:
+        """These are the workers from now on; requests of those that are gone run again on others."""
+        self._membership.assign(workers)
+
     async def stop(self, drain_s: float = 0.0) -> None:
         """Take no more requests, let the live ones finish for `drain_s`, end the rest."""
         self._stopping = True
@@ -217,17 +221,22 @@ class Gateway:
         return len(found)
 
     async def drain(self, worker: str, draining: bool) -> WorkerLink:
-        """Send a worker no new requests, or take it back; then take its figures. Raises RequestError."""
+        """Have a worker sent no new requests, by any gateway, or take it back. Raises RequestError."""
         link = self._membership.links.get(worker)
         if link is None:
             known = ", ".join(self._membership.links)
             raise UnknownWorker(f"there is no worker {worker!r}; there are {known}", field="worker")
         if link.facts is None:
             raise NoWorkerReady(f"worker {worker} has not joined yet", retry_after_s=RETRY_AFTER_S)
-        if link.draining != draining:
-            link.drain(draining)
+        changes = link.draining != draining
+        try:
+            await link.drain(draining)
+        except (WorkerUnreachable, WorkerRefused) as error:
+            raise NoWorkerReady(
+                f"worker {worker} does not answer: {error}", retry_after_s=RETRY_AFTER_S
+            ) from error
+        if changes:
             _log.warning("worker %s is %s", worker, "draining" if draining else "taken back")
-        await self.refresh()
         return link
 
     async def refresh(self) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from cluster.worker_client import WorkerClient, WorkerUnreachable
-from kvmanager.ids import RequestId, WorkerEpoch
+from kvmanager.ids import RequestId
 from workers.errors import WorkerRefused
 from workers.request import Role, TokenFrame, WorkerFacts, WorkerStats
 
@@ -74,15 +74,15 @@ class WorkerLink:
         self.live: set[RequestId] = set()
         self.others = 0  # requests of other gateways, at the last heartbeat
         self.doubted = False
-        self._drained_epoch: WorkerEpoch | None = None
         self._times = times
         self._events = events
         self._task: asyncio.Task[None] | None = None
 
     @property
     def draining(self) -> bool:
-        """Whether an operator lets this incarnation of the worker run empty."""
-        return self.facts is not None and self.facts.epoch == self._drained_epoch
+        """Whether this incarnation of the worker runs empty: it says so itself, whoever asked it to."""
+        facts, stats = self.facts, self.stats
+        return facts is not None and stats is not None and stats.draining and stats.epoch == facts.epoch
 
     @property
     def trusted(self) -> bool:
@@ -93,9 +93,10 @@ class WorkerLink:
         """A call got no answer: nothing new goes there until a heartbeat does."""
         self.doubted = True
 
-    def drain(self, draining: bool) -> None:
-        """A worker without facts cannot be drained, because nobody knows which incarnation it is."""
-        self._drained_epoch = self.facts.epoch if draining and self.facts is not None else None
+    async def drain(self, draining: bool) -> None:
+        """The worker tells every gateway, this one included. Raises WorkerUnreachable or WorkerRefused."""
+        await self.client.drain(draining, self._times.heartbeat_timeout_s)
+        await self.refresh()
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"link {self.worker.name}")

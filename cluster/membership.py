@@ -3,6 +3,9 @@
 Every context worker is introduced to every generation worker, in both directions, as soon as both are attached. The
 receiver learns of the sender first: once the sender knows the receiver, it may write at any moment.
 
+Workers come and go: `assign` takes the list as it is now. A name whose address is another is another incarnation: its
+old link is lost at once, and a new one takes its place.
+
 When a worker is back under another epoch, its earlier incarnation is dead. All are told, because some may keep pages
 that the dead one was writing.
 """
@@ -52,13 +55,17 @@ class Membership:
         times: LinkTimes,
         news: LinkNews,
     ) -> None:
-        events = LinkEvents(self._attached, news.frame, news.lost, news.figures)
-        self.links = {worker.name: WorkerLink(worker, gateway, times, events) for worker in workers}
+        self._news = news
+        self._events = LinkEvents(self._attached, news.frame, news.lost, news.figures)
+        self._gateway = gateway
+        self._times = times
+        self.links = {worker.name: self._link(worker) for worker in workers}
         self._paired: set[tuple[WorkerEpoch, WorkerEpoch]] = set()
         self._epochs: dict[str, WorkerEpoch] = {}  # of each worker's latest incarnation
         self._dead: deque[WorkerEpoch] = deque(maxlen=_DEAD_REMEMBERED)
         self._introducing = asyncio.Lock()
         self._changed = asyncio.Event()
+        self._closing: set[asyncio.Task[None]] = set()
 
     @property
     def paired(self) -> frozenset[tuple[WorkerEpoch, WorkerEpoch]]:
@@ -69,8 +76,34 @@ class Membership:
         for link in self.links.values():
             link.start()
 
+    def assign(self, workers: Sequence[WorkerAddress]) -> None:
+        """These are the workers from now on. Links to those that stay where they are go on as they are."""
+        wanted = {worker.name: worker for worker in workers}
+        for name, link in list(self.links.items()):
+            if wanted.get(name) != link.worker:
+                del self.links[name]
+                epoch = self._epochs.pop(name, None)
+                if epoch is not None:
+                    self._dead.append(epoch)
+                self._lose(link, "it was replaced" if name in wanted else "it was taken out of the cluster")
+        for name, worker in wanted.items():
+            if name not in self.links:
+                self.links[name] = self._link(worker)
+                self.links[name].start()
+        self._changed.set()
+
     async def close(self) -> None:
-        await asyncio.gather(*(link.close() for link in self.links.values()))
+        await asyncio.gather(*(link.close() for link in self.links.values()), *self._closing)
+
+    def _link(self, worker: WorkerAddress) -> WorkerLink:
+        return WorkerLink(worker, self._gateway, self._times, self._events)
+
+    def _lose(self, link: WorkerLink, why: str) -> None:
+        link.state = LinkState.SUSPECT  # whoever still holds the link must not trust it
+        self._news.lost(link, why)
+        task = asyncio.create_task(link.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Return when every worker is attached and introduced. Raises NotReady."""

@@ -10,7 +10,14 @@ import grpc.aio
 import msgspec
 
 from cluster import worker_messages as wire
-from cluster.worker_messages import Call, CancelWork, ConnectRequest, DisconnectRequest, Empty
+from cluster.worker_messages import (
+    Call,
+    CancelWork,
+    ConnectRequest,
+    DisconnectRequest,
+    DrainWork,
+    Empty,
+)
 from kvmanager.ids import RequestId, WorkerEpoch
 from workers.errors import Refusal
 from workers.request import (
@@ -81,6 +88,9 @@ class WorkerClient:
 
     async def cancel(self, request_id: RequestId, timeout_s: float) -> None:
         await self._ask(wire.CANCEL, CancelWork(request_id), timeout_s)
+
+    async def drain(self, draining: bool, timeout_s: float) -> None:
+        await self._ask(wire.DRAIN, DrainWork(draining), timeout_s)
 
     async def attach(self) -> AsyncIterator[TokenFrame]:
         """Frames until the connection breaks (WorkerUnreachable) or the worker stops (the iterator ends)."""

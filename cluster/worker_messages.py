@@ -61,6 +61,12 @@ class CancelWork(msgspec.Struct, frozen=True):
     request_id: RequestId
 
 
+class DrainWork(msgspec.Struct, frozen=True):
+    """Whether the worker is to run empty: it tells all its gateways, and keeps what it has."""
+
+    draining: bool
+
+
 class Call(Generic[Asked, Answered]):
     """One RPC: its path and the codecs of both messages."""
 
@@ -89,5 +95,6 @@ SUBMIT: Final = Call("Submit", SubmitRequest, Empty)
 RESERVE: Final = Call("Reserve", ReserveRequest, Reservation)
 PREFILL: Final = Call("Prefill", PrefillRequest, Prefilled)
 CANCEL: Final = Call("Cancel", CancelWork, Empty)
+DRAIN: Final = Call("Drain", DrainWork, Empty)
 # The stream's first frame is empty: it says that the worker knows the gateway from now on.
 ATTACH: Final = Call("Attach", Empty, TokenFrame)

@@ -3,8 +3,11 @@
     engine thread ──frame of a step──▶ event loop ──outputs by owner──▶ outbox of a gateway ──Attach──▶ gateway
 
 A request belongs to the gateway that asked for it. When a gateway's stream ends, nobody is left to read its tokens:
-its requests are cancelled at once. A slow gateway makes its outbox longer, never the engine slower; the outbox is
-bounded by what live requests can emit at all, and its content travels as one frame.
+its requests are cancelled at once. That is how a gateway's death is noticed here; keepalive pings end the streams of
+one whose machine is gone or whose process stands still. A slow gateway makes its outbox longer, never the engine
+slower; the outbox is bounded by what live requests can emit at all, and its content travels as one frame.
+
+Whether the worker runs empty is kept here, so that all gateways know it, and it ends with this incarnation.
 """
 
 from __future__ import annotations
@@ -19,7 +22,15 @@ import grpc.aio
 import msgspec
 
 from cluster import worker_messages as wire
-from cluster.worker_messages import Call, CancelWork, Connected, ConnectRequest, DisconnectRequest, Empty
+from cluster.worker_messages import (
+    Call,
+    CancelWork,
+    Connected,
+    ConnectRequest,
+    DisconnectRequest,
+    DrainWork,
+    Empty,
+)
 from kvmanager.ids import RequestId, WorkerEpoch
 from workers.errors import EngineFailed, InvalidRequest, NotAttached, WorkerRefused
 from workers.request import (
@@ -35,6 +46,9 @@ from workers.request import (
 )
 
 _log = logging.getLogger(__name__)
+
+KEEPALIVE_MS = 10_000
+"""A gateway that answers no ping for so long, sent as often, has lost its requests."""
 
 Asked = TypeVar("Asked")
 Answered = TypeVar("Answered")
@@ -101,6 +115,7 @@ class WorkerServer:
         self._server: grpc.aio.Server | None = None
         self._outboxes: dict[str, _Outbox] = {}
         self._owners: dict[RequestId, _Outbox] = {}
+        self.draining = False
 
     async def start(self, node_ip: str, port: int = 0) -> str:
         """Start the engine and listen; returns the address, whose port is ephemeral when `port` is 0."""
@@ -135,6 +150,7 @@ class WorkerServer:
             wire.RESERVE.name: _unary(wire.RESERVE, self._reserve),
             wire.PREFILL.name: _unary(wire.PREFILL, self._prefill),
             wire.CANCEL.name: _unary(wire.CANCEL, self._cancel),
+            wire.DRAIN.name: _unary(wire.DRAIN, self._drain),
             wire.ATTACH.name: grpc.unary_stream_rpc_method_handler(self._attach),
         }
 
@@ -142,7 +158,7 @@ class WorkerServer:
         return self._host.facts
 
     async def _stats(self, _: Empty, gateway: str) -> WorkerStats:
-        return self._host.stats()
+        return msgspec.structs.replace(self._host.stats(), draining=self.draining)
 
     async def _connect(self, request: ConnectRequest, gateway: str) -> Connected:
         # A handshake talks to the other worker's transport and may take a while.
@@ -175,6 +191,10 @@ class WorkerServer:
 
     async def _cancel(self, request: CancelWork, gateway: str) -> Empty:
         self._host.cancel(request.request_id)
+        return Empty()
+
+    async def _drain(self, request: DrainWork, gateway: str) -> Empty:
+        self.draining = request.draining
         return Empty()
 
     async def _attach(self, data: bytes, context: Context) -> AsyncIterator[bytes]:
@@ -225,6 +245,9 @@ class WorkerServer:
 _SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
+    ("grpc.http2.max_pings_without_data", 0),
     ("grpc.so_reuseport", 0),  # two workers that got the same port must not share it silently
 )
 

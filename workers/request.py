@@ -144,6 +144,7 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     `quarantined_transfers` have broken, but their senders never said that no write is under way: they keep their pages.
     `drafted_steps` are the decode steps that verified a draft, `drafted_tokens` what those emitted: requests without
     drafting are not among them. `kv_write_s`: seconds in which writes to peers were under way.
+    A `draining` worker is sent nothing new, by no gateway.
     """
 
     role: Role
@@ -177,6 +178,7 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     drafted_steps: int = 0
     drafted_tokens: int = 0
     kv_write_s: float = 0.0
+    draining: bool = False
 
 
 class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):

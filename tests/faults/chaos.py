@@ -201,7 +201,7 @@ async def _wreck(
                 try:
                     await asyncio.sleep(DRAINED_S)
                 finally:
-                    link.drain(False)
+                    await gateway.drain(worker.name, False)
 
 
 async def _mend(workers: list[WorkerProcess]) -> None:
