@@ -21,10 +21,13 @@ from cluster.worker_messages import (
 from kvmanager.ids import RequestId, WorkerEpoch
 from workers.errors import Refusal
 from workers.request import (
+    Held,
+    HoldRequest,
     Prefilled,
     PrefillRequest,
     Reservation,
     ReserveRequest,
+    ShipRequest,
     SubmitRequest,
     TokenFrame,
     WorkerFacts,
@@ -85,6 +88,12 @@ class WorkerClient:
 
     async def prefill(self, request: PrefillRequest, timeout_s: float | None = None) -> Prefilled:
         return await self._ask(wire.PREFILL, request, timeout_s)
+
+    async def hold(self, request: HoldRequest, timeout_s: float | None = None) -> Held:
+        return await self._ask(wire.HOLD, request, timeout_s)
+
+    async def ship(self, request: ShipRequest, timeout_s: float | None = None) -> Prefilled:
+        return await self._ask(wire.SHIP, request, timeout_s)
 
     async def cancel(self, request_id: RequestId, timeout_s: float) -> None:
         await self._ask(wire.CANCEL, CancelWork(request_id), timeout_s)

@@ -13,10 +13,13 @@ import msgspec
 
 from kvmanager.ids import RequestId, WorkerEpoch
 from workers.request import (
+    Held,
+    HoldRequest,
     Prefilled,
     PrefillRequest,
     Reservation,
     ReserveRequest,
+    ShipRequest,
     SubmitRequest,
     TokenFrame,
     WorkerFacts,
@@ -94,6 +97,8 @@ DISCONNECT: Final = Call("Disconnect", DisconnectRequest, Empty)
 SUBMIT: Final = Call("Submit", SubmitRequest, Empty)
 RESERVE: Final = Call("Reserve", ReserveRequest, Reservation)
 PREFILL: Final = Call("Prefill", PrefillRequest, Prefilled)
+HOLD: Final = Call("Hold", HoldRequest, Held)
+SHIP: Final = Call("Ship", ShipRequest, Prefilled)
 CANCEL: Final = Call("Cancel", CancelWork, Empty)
 DRAIN: Final = Call("Drain", DrainWork, Empty)
 # The stream's first frame is empty: it says that the worker knows the gateway from now on.

@@ -34,11 +34,14 @@ from cluster.worker_messages import (
 from kvmanager.ids import RequestId, WorkerEpoch
 from workers.errors import EngineFailed, InvalidRequest, NotAttached, WorkerRefused
 from workers.request import (
+    Held,
+    HoldRequest,
     Prefilled,
     PrefillRequest,
     RequestOutput,
     Reservation,
     ReserveRequest,
+    ShipRequest,
     SubmitRequest,
     TokenFrame,
     WorkerFacts,
@@ -73,6 +76,10 @@ class Host(Protocol):
     async def reserve(self, request: ReserveRequest) -> Reservation: ...
 
     async def prefill(self, request: PrefillRequest) -> Prefilled: ...
+
+    async def hold(self, request: HoldRequest) -> Held: ...
+
+    async def ship(self, request: ShipRequest) -> Prefilled: ...
 
     def cancel(self, request_id: RequestId) -> None: ...
 
@@ -149,6 +156,8 @@ class WorkerServer:
             wire.SUBMIT.name: _unary(wire.SUBMIT, self._submit),
             wire.RESERVE.name: _unary(wire.RESERVE, self._reserve),
             wire.PREFILL.name: _unary(wire.PREFILL, self._prefill),
+            wire.HOLD.name: _unary(wire.HOLD, self._hold),
+            wire.SHIP.name: _unary(wire.SHIP, self._ship),
             wire.CANCEL.name: _unary(wire.CANCEL, self._cancel),
             wire.DRAIN.name: _unary(wire.DRAIN, self._drain),
             wire.ATTACH.name: grpc.unary_stream_rpc_method_handler(self._attach),
@@ -188,6 +197,12 @@ class WorkerServer:
 
     async def _prefill(self, request: PrefillRequest, gateway: str) -> Prefilled:
         return await self._host.prefill(request)
+
+    async def _hold(self, request: HoldRequest, gateway: str) -> Held:
+        return await self._host.hold(request)
+
+    async def _ship(self, request: ShipRequest, gateway: str) -> Prefilled:
+        return await self._host.ship(request)
 
     async def _cancel(self, request: CancelWork, gateway: str) -> Empty:
         self._host.cancel(request.request_id)

@@ -7,6 +7,13 @@ While a prompt waits, its transfer is held: heartbeats keep the reservation over
 the wait here. The transfer co-owns the pages from the start, because a write may be reading them whatever becomes of
 the request. At the last chunk `release_index_slot` frees the row and the request gives up its pages; the transfer's
 lease alone holds them until the transfer is terminal. So prompts in flight to slow receivers cost pages, never slots.
+
+A prompt whose destination is not known yet is computed first and kept:
+
+    waiting ──admit──▶ prefilling ──last chunk, first token──▶ held ──ship, open transfer, push──▶ shipping
+                                                                └──lease over | cancel──▶ gone
+
+It costs pages, no slot, and nothing of it has left this worker: when its lease is over, its pages return at once.
 """
 
 from __future__ import annotations
@@ -21,10 +28,11 @@ from transceiver.errors import TransceiverError, UnknownPeer
 from transceiver.port import Broke, Delivered, Landed, Pages, Released, SendSpec, TransferPort
 from workers.admission import check_new, check_pool, check_prompt, check_sampling
 from workers.decode import DecodeLoop
-from workers.engine import ContextDone, EngineCounters, EngineEvent, Refused
+from workers.engine import ContextDone, EngineCounters, EngineEvent, PromptHeld, Refused
 from workers.errors import (
     AdmissionTimeout,
     InvalidRequest,
+    NotHeld,
     Overloaded,
     PeerUnknown,
     RequestCancelled,
@@ -34,7 +42,15 @@ from workers.errors import (
 from workers.faults import Fault
 from workers.handoff import bytes_apart, to_handoff
 from workers.limits import EngineLimits
-from workers.request import Prefilled, PrefillRequest
+from workers.request import (
+    Held,
+    HoldRequest,
+    Prefilled,
+    PrefillRequest,
+    Reservation,
+    ShipRequest,
+    TokenLogprob,
+)
 from workers.reuse import PrefixReuse
 from workers.runner import ModelRunner
 from workers.sequence import Sequence
@@ -42,17 +58,21 @@ from workers.sequence import Sequence
 
 @dataclass
 class _ContextJob:
-    """One prompt on its way through. `ended` is what the caller was told, so that it is told once."""
+    """One prompt on its way through. `ended`: the caller has its answer, so that it is told once.
 
-    request: PrefillRequest
+    `sequence.request_id` names it in the ledger, `request_id` towards callers: a held prompt ships under another name.
+    Without a reservation it is kept for `lease_s` when it is complete; `lease_end_s` is None until a step sees it held.
+    """
+
+    request_id: RequestId
     sequence: Sequence
     deadline_s: float
+    reservation: Reservation | None = None
+    lease_s: float = 0.0
+    lease_end_s: float | None = None
+    logprob: TokenLogprob | None = None  # the first token's
     ships_draft: bool = False
     ended: bool = False
-
-    @property
-    def transfer(self) -> TransferId:
-        return self.request.reservation.transfer_id
 
 
 class ContextEngine:
@@ -78,12 +98,61 @@ class ContextEngine:
         self._waiting: deque[_ContextJob] = deque()
         self._prefilling: deque[_ContextJob] = deque()
         self._transfers: dict[TransferId, _ContextJob] = {}
+        self._held: dict[RequestId, _ContextJob] = {}
         self._events: list[EngineEvent] = []
 
     def prefill(self, request: PrefillRequest, now_s: float) -> None:
         """Queue a prompt. Raises InvalidRequest or Overloaded; nothing is kept then."""
-        jobs = [*self._waiting, *self._prefilling]
-        check_new(request.request_id, [job.request.request_id for job in jobs])
+        self._check_prompt(request)
+        reservation = request.reservation
+        self._check_first_position(reservation, len(request.prompt_token_ids))
+        job = _ContextJob(request.request_id, self._sequence(request), now_s + request.ttl_s, reservation)
+        try:
+            self._port.hold(reservation.transfer_id, reservation.generation_epoch, request.ttl_s)
+        except TransceiverError as error:
+            raise _refusal(error) from error
+        self._waiting.append(job)
+
+    def hold(self, request: HoldRequest, now_s: float) -> None:
+        """Queue a prompt that is kept here when it is complete. Raises InvalidRequest or Overloaded."""
+        self._check_prompt(request)
+        self._waiting.append(
+            _ContextJob(
+                request.request_id, self._sequence(request), now_s + request.ttl_s, lease_s=request.lease_s
+            )
+        )
+
+    def ship(self, request: ShipRequest, now_s: float) -> None:
+        """Send a held prompt to where there is room for it now. Raises NotHeld, and InvalidRequest, which keeps it.
+
+        What is held can be shipped once, however that ends.
+        """
+        job = self._held.get(request.held_id)
+        if job is None:
+            raise NotHeld(
+                f"no prompt is held under {request.held_id}: its lease is over, or it was shipped already",
+                request_id=request.request_id,
+            )
+        if request.num_prompt_tokens != job.sequence.num_prompt_tokens:
+            raise InvalidRequest(
+                f"{job.sequence.num_prompt_tokens} prompt tokens are held, {request.num_prompt_tokens} are asked for",
+                field="num_prompt_tokens",
+                limit=job.sequence.num_prompt_tokens,
+            )
+        self._check_first_position(request.reservation, request.num_prompt_tokens)
+        check_new(request.request_id, self._names(but=job))
+        del self._held[request.held_id]
+        job.request_id, job.reservation, job.ended = request.request_id, request.reservation, False
+        job.deadline_s = now_s + request.ttl_s
+        try:
+            self._open_transfer(job, now_s)
+        except TransceiverError as error:
+            self._stop(job)
+            raise _refusal(error) from error
+        self._finish(job)
+
+    def _check_prompt(self, request: PrefillRequest | HoldRequest) -> None:
+        check_new(request.request_id, self._names())
         check_prompt(request.prompt_token_ids, self._limits.vocab_size)
         check_sampling(request.sampling)
         num_tokens = len(request.prompt_token_ids)
@@ -96,7 +165,9 @@ class ContextEngine:
         check_pool(num_tokens, self.ledger)
         if len(self._waiting) >= self._limits.max_waiting:
             raise Overloaded(f"{len(self._waiting)} prompts are waiting already (max_waiting)")
-        first = request.reservation.first_position
+
+    def _check_first_position(self, reservation: Reservation, num_tokens: int) -> None:
+        first = reservation.first_position
         if first % self._limits.page_size or not 0 <= first < num_tokens:
             raise InvalidRequest(
                 f"the reservation asks for KV from position {first} of {num_tokens} on: pages start at multiples of "
@@ -104,15 +175,16 @@ class ContextEngine:
                 field="reservation.first_position",
                 limit=self._limits.page_size,
             )
-        sequence = self._limits.sequence(
+
+    def _names(self, but: _ContextJob | None = None) -> list[RequestId]:
+        """Ids that no new request may have: by them the prompts here are known to callers or to the ledger."""
+        jobs = [*self._waiting, *self._prefilling, *self._held.values()]
+        return [job.request_id for job in jobs if job is not but]
+
+    def _sequence(self, request: PrefillRequest | HoldRequest) -> Sequence:
+        return self._limits.sequence(
             request.request_id, request.prompt_token_ids, request.sampling, request.cache_salt
         )
-        job = _ContextJob(request, sequence, now_s + request.ttl_s)
-        try:
-            self._port.hold(job.transfer, request.reservation.generation_epoch, request.ttl_s)
-        except TransceiverError as error:
-            raise _refusal(error) from error
-        self._waiting.append(job)
 
     def step(self, now_s: float) -> list[EngineEvent]:
         for event in self._port.poll(now_s):
@@ -123,7 +195,7 @@ class ContextEngine:
                     self._broke(event)
                 case Landed() | Released():
                     raise AssertionError(f"a context worker received a transfer: {event.transfer}")
-        self._expire_waiting(now_s)
+        self._expire(now_s)
         self._admit(now_s)
         if self._prefilling:
             self._prefill(self._prefilling[0])
@@ -133,25 +205,18 @@ class ContextEngine:
 
     def cancel(self, request_id: RequestId) -> None:
         """Stop before the next chunk. Pages stay leased until the transfer is terminal."""
-        for job in self._waiting:
-            if job.request.request_id == request_id:
+        for job in [*self._waiting, *self._prefilling, *self._held.values(), *self._transfers.values()]:
+            if job.request_id == request_id:
+                where = "while waiting for" if job in self._waiting else "on"
                 self._give_up(job, "the request was cancelled")
-                self._end(job, RequestCancelled("cancelled while waiting for the context worker"))
-                return
-        for job in list(self._transfers.values()):
-            if job.request.request_id == request_id:
-                self._stop(job)
-                self._port.abort(job.transfer, "the request was cancelled")
-                self._end(job, RequestCancelled("cancelled on the context worker"))
+                self._end(job, RequestCancelled(f"cancelled {where} the context worker"))
                 return
 
     def fail_all(self, reason: str) -> list[EngineEvent]:
         """Refuse every prompt and abort its transfer; leases end as the transfers become terminal."""
-        for job in [*self._waiting, *self._transfers.values()]:
-            self._stop(job)
-            self._port.abort(job.transfer, reason)
+        for job in [*self._waiting, *self._prefilling, *self._held.values(), *self._transfers.values()]:
+            self._give_up(job, reason)
             self._end(job, TransferBroke(f"the context worker failed: {reason}"))
-        self._waiting.clear()
         events, self._events = self._events, []
         return events
 
@@ -164,12 +229,18 @@ class ContextEngine:
         """Raise when ledger and jobs disagree: every lease belongs to an open transfer and the reverse."""
         self.ledger.check()
         self._port.check()
-        if self.ledger.usage().leases != len(self._transfers):
+        usage = self.ledger.usage()
+        if usage.leases != len(self._transfers):
             raise AssertionError("leases and open transfers differ")
+        if usage.slots_in_use != len(self._prefilling):
+            raise AssertionError("slots and prompts under way differ")
+        if usage.requests != len(self._prefilling) + len(self._held):
+            raise AssertionError("the ledger's requests are not the prompts under way and those held")
 
     @property
     def idle(self) -> bool:
-        return not (self._prefilling or self._events or (self._waiting and self.ledger.usage().leases == 0))
+        awaits_pages = bool(self._held) or self.ledger.usage().leases > 0
+        return not (self._prefilling or self._events or (self._waiting and not awaits_pages))
 
     @property
     def num_running(self) -> int:
@@ -190,36 +261,39 @@ class ContextEngine:
     def _admit(self, now_s: float) -> None:
         while self._waiting:
             job = self._waiting[0]
-            request = job.request
-            if self._reuse.worth_waiting(job.sequence, (ahead.sequence for ahead in self._prefilling)):
+            sequence = job.sequence
+            if self._reuse.worth_waiting(sequence, (ahead.sequence for ahead in self._prefilling)):
                 return
             try:
                 self.ledger.reserve(
-                    request.request_id, job.sequence.num_prompt_tokens, self._reuse.prefix(job.sequence)
+                    sequence.request_id, sequence.num_prompt_tokens, self._reuse.prefix(sequence)
                 )
             except (PoolExhausted, SlotsExhausted):
                 return
             self._waiting.popleft()
-            job.sequence.cached_prompt_tokens = self.ledger.length(request.request_id)
-            self.counters.cached_prompt_tokens += job.sequence.cached_prompt_tokens
-            try:
-                self._open_transfer(job, now_s)
-            except TransceiverError as error:
-                self._port.abort(job.transfer, str(error))
-                self.ledger.free(request.request_id)
-                self._end(job, _refusal(error))
+            sequence.cached_prompt_tokens = self.ledger.length(sequence.request_id)
+            self.counters.cached_prompt_tokens += sequence.cached_prompt_tokens
+            if job.reservation is not None:
+                try:
+                    self._open_transfer(job, now_s)
+                except TransceiverError as error:
+                    self._give_up(job, str(error))
+                    self._end(job, _refusal(error))
+                    continue
+            self._prefilling.append(job)
 
     def _open_transfer(self, job: _ContextJob, now_s: float) -> None:
         """Start shipping an admitted prompt; from here on the transfer co-owns its pages.
 
         A transfer counts tokens and pages from the first position that the other side lacks.
         """
-        reservation, request_id = job.request.reservation, job.request.request_id
+        reservation, request_id = job.reservation, job.sequence.request_id
+        assert reservation is not None
         job.ships_draft = job.sequence.drafting and self._ship_draft
         pages, skipped = self.ledger.pages(request_id), reservation.first_position // self._limits.page_size
         self._port.open(
             SendSpec(
-                transfer=job.transfer,
+                transfer=reservation.transfer_id,
                 peer=reservation.generation_epoch,
                 num_tokens=job.sequence.num_prompt_tokens - reservation.first_position,
                 source=Pages(pages.target[skipped:], pages.draft[skipped:]),
@@ -228,15 +302,15 @@ class ContextEngine:
                 ttl_s=max(job.deadline_s - now_s, 0.0),
             )
         )
-        self.ledger.lease(request_id, job.transfer)
-        self._transfers[job.transfer] = job
-        self._prefilling.append(job)
-        self._push(job, self.ledger.length(request_id))  # what the cache had can go at once
+        self.ledger.lease(request_id, reservation.transfer_id)
+        self._transfers[reservation.transfer_id] = job
+        self._push(job, self.ledger.length(request_id))  # what is there already can go at once
 
     def _push(self, job: _ContextJob, end_position: int) -> None:
         """Ship what completes KV up to here, once the device has computed it. Cached pages may be as fresh as that."""
-        shipped = max(end_position - job.request.reservation.first_position, 0)
-        self._port.push(job.transfer, shipped, self._runner.written())
+        if job.reservation is not None:
+            shipped = max(end_position - job.reservation.first_position, 0)
+            self._port.push(job.reservation.transfer_id, shipped, self._runner.written())
 
     def _prefill(self, job: _ContextJob) -> None:
         sequence = job.sequence
@@ -249,17 +323,37 @@ class ContextEngine:
         if logits_1V is None:
             return
         self._reuse.leave_prompt(sequence)
-        token, logprob = self.decode.first_token(sequence, logits_1V)
+        token, job.logprob = self.decode.first_token(sequence, logits_1V)
         sequence.take([token])
-        self._port.finish(job.transfer, to_handoff(sequence, logprob, job.request.reservation.first_position))
+        if job.reservation is not None:
+            self._finish(job)
+        else:
+            self._keep(job)
+
+    def _finish(self, job: _ContextJob) -> None:
+        """The prompt is complete and its transfer open: ship the rest, then the hand-off behind it."""
+        assert job.reservation is not None
+        handoff = to_handoff(job.sequence, job.logprob, job.reservation.first_position)
+        self._port.finish(job.reservation.transfer_id, handoff)
         self._stop(job)
+
+    def _keep(self, job: _ContextJob) -> None:
+        """The prompt is complete and has nowhere to go yet: its row is free, its pages wait."""
+        self._prefilling.remove(job)
+        self.ledger.release_index_slot(job.sequence.request_id)
+        self._held[job.request_id] = job
+        job.ended = True
+        held = Held(
+            first_token=job.sequence.output[0], prompt_tokens_computed=job.sequence.prompt_tokens_computed
+        )
+        self._events.append(PromptHeld(job.request_id, held))
 
     def _stop(self, job: _ContextJob) -> None:
         """No more computing for this job: its row is free, its pages stay with the transfer."""
         if job in self._prefilling:
             self._prefilling.remove(job)
-        self.ledger.release_index_slot(job.request.request_id)
-        self.ledger.free(job.request.request_id)
+        self.ledger.release_index_slot(job.sequence.request_id)
+        self.ledger.free(job.sequence.request_id)
 
     def _delivered(self, event: Delivered) -> None:
         job = self._transfers.pop(event.transfer)
@@ -277,12 +371,12 @@ class ContextEngine:
             prefilled = Prefilled(
                 first_token=sequence.output[0], prompt_tokens_computed=sequence.prompt_tokens_computed
             )
-            self._events.append(ContextDone(job.request.request_id, prefilled))
+            self._events.append(ContextDone(job.request_id, prefilled))
 
     def _broke(self, event: Broke) -> None:
         job = self._transfers.pop(event.transfer, None)
         if job is None:  # it ended before it was admitted
-            for waiting in [job for job in self._waiting if job.transfer == event.transfer]:
+            for waiting in [job for job in self._waiting if _transfer(job) == event.transfer]:
                 self._waiting.remove(waiting)
                 self._end(waiting, TransferBroke(f"the reservation ended in {event.state}: {event.reason}"))
             return
@@ -291,20 +385,34 @@ class ContextEngine:
         self.counters.transfer_ended(event.state)
         self._end(job, TransferBroke(f"the KV transfer ended in {event.state}: {event.reason}"))
 
-    def _expire_waiting(self, now_s: float) -> None:
+    def _expire(self, now_s: float) -> None:
         for job in [job for job in self._waiting if job.deadline_s <= now_s]:
             self._give_up(job, "the context worker had no room for the prompt in time")
             self._end(job, AdmissionTimeout("the context worker had no room for the prompt in time"))
+        for job in list(self._held.values()):
+            if job.lease_end_s is None:
+                job.lease_end_s = now_s + job.lease_s
+            if job.lease_end_s <= now_s:
+                self._give_up(job, "nobody asked for the held prompt in time")
 
     def _give_up(self, job: _ContextJob, reason: str) -> None:
-        """A prompt leaves the queue; the other side learns at once that nobody will write."""
-        self._waiting.remove(job)
-        self._port.abort(job.transfer, reason)
+        """A prompt goes no further, wherever it is; the other side, if there is one, learns that nobody will write."""
+        if job in self._waiting:
+            self._waiting.remove(job)
+        if self._held.get(job.request_id) is job:
+            del self._held[job.request_id]
+        self._stop(job)
+        if job.reservation is not None:
+            self._port.abort(job.reservation.transfer_id, reason)
 
     def _end(self, job: _ContextJob, error: WorkerRefused) -> None:
         if not job.ended:
             job.ended = True
-            self._events.append(Refused(job.request.request_id, error))
+            self._events.append(Refused(job.request_id, error))
+
+
+def _transfer(job: _ContextJob) -> TransferId | None:
+    return job.reservation.transfer_id if job.reservation is not None else None
 
 
 def _refusal(error: TransceiverError) -> WorkerRefused:

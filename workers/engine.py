@@ -15,7 +15,7 @@ from transceiver.wire import TerminalState
 from workers.decode import DecodeLoop
 from workers.errors import WorkerRefused
 from workers.faults import Fault
-from workers.request import Prefilled, RequestOutput, Reservation
+from workers.request import Held, Prefilled, RequestOutput, Reservation
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,14 @@ class Granted:
 
 
 @dataclass(frozen=True)
+class PromptHeld:
+    """A context worker has computed the prompt and keeps its KV until it is asked to ship it, or the lease is over."""
+
+    request_id: RequestId
+    held: Held
+
+
+@dataclass(frozen=True)
 class ContextDone:
     """The context leg ended well: the hand-off was acknowledged and nothing of the request is left here."""
 
@@ -49,7 +57,7 @@ class Refused:
     error: WorkerRefused
 
 
-EngineEvent = Emitted | Granted | ContextDone | Refused
+EngineEvent = Emitted | Granted | PromptHeld | ContextDone | Refused
 
 
 @dataclass

@@ -108,6 +108,12 @@ class PeerUnknown(WorkerRefused):
     code = "FAILED_PRECONDITION"
 
 
+class NotHeld(WorkerRefused):
+    """No finished prompt is held under this id: its lease is over, it was taken already, or it never was."""
+
+    code = "FAILED_PRECONDITION"
+
+
 class HandshakeFailed(WorkerRefused):
     """Two workers do not fit together; the message gives both values."""
 
@@ -163,6 +169,7 @@ _SUBCLASSES: dict[str, type[WorkerRefused]] = {
         InvalidRequest,
         Overloaded,
         PeerUnknown,
+        NotHeld,
         HandshakeFailed,
         ModelMismatch,
         TransferBroke,

@@ -28,16 +28,19 @@ from workers.aggregated import AggregatedEngine
 from workers.assembly import Assembly, assemble
 from workers.config import WorkerConfig
 from workers.context import ContextEngine
-from workers.engine import ContextDone, Emitted, Engine, EngineEvent, Granted, Refused
+from workers.engine import ContextDone, Emitted, Engine, EngineEvent, Granted, PromptHeld, Refused
 from workers.errors import EngineFailed, HandshakeFailed, PeerUnknown, WorkerRefused, WorkerStopping
 from workers.faults import Fault
 from workers.generation import GenerationEngine
 from workers.request import (
+    Held,
+    HoldRequest,
     Prefilled,
     PrefillRequest,
     RequestOutput,
     Reservation,
     ReserveRequest,
+    ShipRequest,
     SubmitRequest,
     TokenFrame,
     WorkerFacts,
@@ -110,14 +113,23 @@ class EngineHost:
     async def prefill(self, request: PrefillRequest) -> Prefilled:
         """Run a prompt and ship it; returns when the generation worker has acknowledged the hand-off."""
         engine = self._expect_engine(ContextEngine)
-        if request.reservation.generation_epoch not in self._peers:
-            raise PeerUnknown(
-                f"no handshake yet with generation worker {request.reservation.generation_epoch}: connect first",
-                request_id=request.request_id,
-            )
+        self._expect_peer(request)
         prefilled: Prefilled = await self._ask(
             request.request_id, lambda now_s: engine.prefill(request, now_s)
         )
+        return prefilled
+
+    async def hold(self, request: HoldRequest) -> Held:
+        """Run a prompt and keep it; returns when it is complete. Whoever stops waiting here gives it up."""
+        engine = self._expect_engine(ContextEngine)
+        held: Held = await self._ask(request.request_id, lambda now_s: engine.hold(request, now_s))
+        return held
+
+    async def ship(self, request: ShipRequest) -> Prefilled:
+        """Ship a prompt that is held; returns when the generation worker has acknowledged the hand-off."""
+        engine = self._expect_engine(ContextEngine)
+        self._expect_peer(request)
+        prefilled: Prefilled = await self._ask(request.request_id, lambda now_s: engine.ship(request, now_s))
         return prefilled
 
     def cancel(self, request_id: RequestId) -> None:
@@ -234,6 +246,13 @@ class EngineHost:
         if future is not None:
             _settle(future, answer)
 
+    def _expect_peer(self, request: PrefillRequest | ShipRequest) -> None:
+        if request.reservation.generation_epoch not in self._peers:
+            raise PeerUnknown(
+                f"no handshake yet with generation worker {request.reservation.generation_epoch}: connect first",
+                request_id=request.request_id,
+            )
+
     def _expect_engine(self, kind: type[Answer]) -> Answer:
         if not isinstance(self._engine, kind):
             raise WorkerRefused(f"a {self.facts.role} worker cannot do this")
@@ -278,6 +297,8 @@ class EngineHost:
                     outputs.append(output)
                 case Granted(request_id, reservation):
                     self._resolve(request_id, None, reservation)
+                case PromptHeld(request_id, held):
+                    self._resolve(request_id, None, held)
                 case ContextDone(request_id, prefilled):
                     self._resolve(request_id, None, prefilled)
                 case Refused(request_id, error):

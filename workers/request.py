@@ -3,7 +3,9 @@
 Life cycle of a request in split mode: the gateway sends `ReserveRequest` to a generation worker and gets a
 `Reservation`; it sends `PrefillRequest` with that reservation to a context worker and gets `Prefilled`; tokens
 arrive in `TokenFrame`s from the generation worker until one carries a finish reason or an error. In aggregated
-mode a single `SubmitRequest` replaces the first two. All messages are msgspec structs and travel as msgpack.
+mode a single `SubmitRequest` replaces the first two. Where a prompt must be computed before its destination is known,
+a `HoldRequest` comes first of all, and a `ShipRequest` in place of `PrefillRequest`. All messages are msgspec structs
+and travel as msgpack.
 """
 
 from __future__ import annotations
@@ -90,6 +92,40 @@ class Prefilled(msgspec.Struct, frozen=True, kw_only=True):
 
     first_token: int
     prompt_tokens_computed: int
+
+
+class HoldRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt whose destination is not known yet: once computed, its KV is kept for `lease_s`, for a `ShipRequest`.
+
+    `ttl_s` bounds the wait for room.
+    """
+
+    request_id: RequestId
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    ttl_s: float
+    lease_s: float
+    cache_salt: str = ""
+
+
+class Held(msgspec.Struct, frozen=True, kw_only=True):
+    """The prompt's KV is complete and waits; the lease runs."""
+
+    first_token: int
+    prompt_tokens_computed: int
+
+
+class ShipRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Send the KV that is held under `held_id`, which goes by `request_id` from now on. `Prefilled` answers.
+
+    What is held can be asked for once; `num_prompt_tokens` must be what is held.
+    """
+
+    request_id: RequestId
+    held_id: RequestId
+    num_prompt_tokens: int
+    reservation: Reservation
+    ttl_s: float
 
 
 class SubmitRequest(msgspec.Struct, frozen=True, kw_only=True):
