@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kvmanager.ids import RequestId, WorkerEpoch
 from workers.request import RequestStats, TokenLogprob
 
 AnswerReason = Literal["stop", "length", "cancelled"]
@@ -53,6 +54,26 @@ class AnswerRequest:
     logprobs: int | None = None
     draft_tokens: int | None = None
     cache_salt: str = ""
+
+
+@dataclass(frozen=True)
+class HeldPrompt:
+    """Where the KV of a finished prompt waits until it is known who decodes it. Good for one answer, for a while."""
+
+    worker: str
+    epoch: WorkerEpoch
+    held_id: RequestId
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptReady:
+    """A prompt is computed and held. `seed` chose its first token, so it must choose the others too."""
+
+    held: HeldPrompt
+    seed: int
+    first_token: int
+    prompt_tokens: int
+    cached_prompt_tokens: int
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,9 @@
                                       └─────▶ submit ────────────────────────┤          (aggregated)
     client ◀── chunks ── assemble ◀── outputs by request ◀── frames of links ┘
 
+A prompt can be computed before anybody asks for its answer: `hold` leaves it on a context worker, and `generate` with
+what `hold` returned ships it from there.
+
 One task per request walks the legs; the tokens come through the link of the decoding worker, whichever leg is still
 open. When a worker fails, what was emitted becomes part of the prompt and the legs are walked again (`cluster.replay`).
 A request ends in exactly one way: its end, or a `RequestError`. However it ends, every worker that may still
@@ -26,7 +29,9 @@ from cluster.answers import (
     AnswerEnd,
     AnswerEvent,
     AnswerRequest,
+    HeldPrompt,
     ModelLimits,
+    PromptReady,
     Route,
     Usage,
 )
@@ -42,6 +47,7 @@ from cluster.errors import (
     from_worker,
 )
 from cluster.figures import GatewayFigures, RequestRecord, log_request
+from cluster.holding import Holds
 from cluster.intake import Intake, Tokenizer
 from cluster.link import LinkState, LinkTimes, WorkerAddress, WorkerLink
 from cluster.live import LiveRequest
@@ -51,11 +57,13 @@ from cluster.replay import Runs
 from cluster.routing import ANY_ERRAND, Errand, NoRoute, choose_aggregated, choose_split, prefix_of
 from cluster.worker_client import WorkerUnreachable
 from kvmanager.ids import RequestId
-from workers.errors import TransferBroke, WorkerRefused
+from workers.errors import NotHeld, TransferBroke, WorkerRefused
 from workers.request import (
+    HoldRequest,
     PrefillRequest,
     ReserveRequest,
     Role,
+    ShipRequest,
     SubmitRequest,
     TokenFrame,
 )
@@ -93,12 +101,13 @@ class GatewaySettings:
 
 @dataclass(frozen=True)
 class _Asked:
-    """What all runs of a request have in common; times on the event loop's clock."""
+    """What all runs of a request have in common; times on the event loop's clock. `held` is for the first of them."""
 
     route: Route
     salt: str
     deadline_s: float | None
     since_s: float
+    held: HeldPrompt | None = None
 
 
 class Gateway:
@@ -127,6 +136,7 @@ class Gateway:
             LinkNews(frame=self._on_frame, lost=self._on_lost, figures=self._on_figures),
         )
         self._live: dict[RequestId, LiveRequest] = {}
+        self._holds = Holds()
         self._num_admitted = 0
         self._empty = asyncio.Event()
         self._empty.set()
@@ -249,10 +259,62 @@ class Gateway:
             ):
                 raise result
 
+    async def hold(self, request: AnswerRequest, lease_s: float) -> PromptReady:
+        """Compute the prompt, and keep its KV for `lease_s` for a `generate` to come. Raises RequestError.
+
+        A context worker that fails is replaced by another, at most `max_replays` times.
+        """
+        since_s, avoid = asyncio.get_running_loop().time(), frozenset[str]()
+        with self._admission():
+            prompt, sampling = await self._intake.take(request, self.limits("split"))
+            while True:
+                errand = Errand(prefix=prefix_of(prompt, request.cache_salt), avoid=avoid)
+                link = self._choose("split", errand)[1]
+                work = HoldRequest(
+                    request_id=RequestId(self._new_id()),
+                    prompt_token_ids=prompt,
+                    sampling=sampling,
+                    ttl_s=self._ttl_s(since_s + self.settings.admission_ttl_s),
+                    lease_s=lease_s,
+                    cache_salt=request.cache_salt,
+                )
+                try:
+                    held = await self._holds.ask(link, work)
+                except (WorkerRefused, WorkerUnreachable) as refused:
+                    if isinstance(refused, WorkerUnreachable):
+                        link.doubt()
+                    error = from_worker(refused, request.client_id)
+                    if not error.replayable or len(avoid) >= self.settings.max_replays:
+                        raise error from refused
+                    avoid |= {link.worker.name}
+                    continue
+                assert link.facts is not None
+                return PromptReady(
+                    held=HeldPrompt(link.worker.name, link.facts.epoch, work.request_id),
+                    seed=sampling.seed,
+                    first_token=held.first_token,
+                    prompt_tokens=len(prompt),
+                    cached_prompt_tokens=len(prompt) - held.prompt_tokens_computed,
+                )
+
+    def give_up(self, held: HeldPrompt) -> None:
+        """Nobody will ask for it: its context worker need not wait for the end of the lease. Idempotent."""
+        link = self._membership.links.get(held.worker)
+        if link is not None:
+            self._spawn(self._cancel_stray(link, held.held_id))
+
     async def generate(
-        self, request: AnswerRequest, *, route: Route | None = None, timeout_s: float | None = None
+        self,
+        request: AnswerRequest,
+        *,
+        route: Route | None = None,
+        timeout_s: float | None = None,
+        held: HeldPrompt | None = None,
     ) -> AsyncGenerator[AnswerEvent, None]:
-        """Chunks, then one AnswerEnd; or a RequestError. Close the iterator to end the request early."""
+        """Chunks, then one AnswerEnd; or a RequestError. Close the iterator to end the request early.
+
+        `held` spares the prompt's computation. What is no longer held is computed as if it had never been.
+        """
         started_s = time.monotonic()
         deadline_s = asyncio.get_running_loop().time() + timeout_s if timeout_s is not None else None
         route = route or self.settings.route
@@ -261,7 +323,8 @@ class Gateway:
             with self._admission():
                 prompt_token_ids, sampling = await self._intake.take(request, self.limits(route))
                 runs = Runs(prompt_token_ids, sampling, self.settings.max_replays)
-                asked = _Asked(route, request.cache_salt, deadline_s, asyncio.get_running_loop().time())
+                now_s = asyncio.get_running_loop().time()
+                asked = _Asked(route, request.cache_salt, deadline_s, now_s, held)
                 assembler = Assembler(self.tokenizer.decode, request.stop, sampling.max_tokens)
                 while assembler.reason is None:
                     live = LiveRequest(RequestId(self._new_id()), request.client_id, record)
@@ -333,9 +396,20 @@ class Gateway:
         ended_well = assembler.worker_done and assembler.reason is not None
         self._spawn(self._retire(live, ended_well))
 
-    def _choose(self, route: Route, errand: Errand = ANY_ERRAND) -> list[WorkerLink]:
-        """The links of the route, the decoding worker first. Raises NoWorkerReady."""
+    def _choose(
+        self, route: Route, errand: Errand = ANY_ERRAND, held: HeldPrompt | None = None
+    ) -> list[WorkerLink]:
+        """The links of the route, the decoding worker first. Raises NoWorkerReady.
+
+        With `held` the context worker is its holder, which may be draining.
+        """
         snapshots = self._membership.snapshots()
+        if held is not None:
+            snapshots = [
+                replace(worker, draining=worker.draining and worker.role != "context")
+                for worker in snapshots
+                if worker.role != "context" or (worker.name, worker.epoch) == (held.worker, held.epoch)
+            ]
         try:
             if route == "aggregated":
                 names = [choose_aggregated(snapshots, errand).worker]
@@ -356,7 +430,14 @@ class Gateway:
                 prefix=prefix_of(prompt, asked.salt),
                 avoid=runs.avoid,
             )
-            decoding, *contexts = links = self._choose(asked.route, errand)
+            held = None if run.again else asked.held
+            try:
+                links = self._choose(asked.route, errand, held)
+            except NoWorkerReady:
+                if held is None:
+                    raise
+                held, links = None, self._choose(asked.route, errand)
+            decoding, *contexts = links
             live.record.workers = tuple(link.worker.name for link in links)
             live.hold(decoding)
             called = decoding
@@ -387,16 +468,27 @@ class Gateway:
             called = contexts[0]
             live.hold(called)
             ttl_s = self._ttl_s(asked.deadline_s)  # waiting for the reservation has used some of it
-            await called.client.prefill(
-                PrefillRequest(
+            shipped = held is not None and await self._ship(
+                called,
+                ShipRequest(
                     request_id=live.request_id,
-                    prompt_token_ids=prompt,
-                    sampling=sampling,
+                    held_id=held.held_id,
+                    num_prompt_tokens=len(prompt),
                     reservation=reservation,
                     ttl_s=ttl_s,
-                    cache_salt=asked.salt,
-                )
+                ),
             )
+            if not shipped:
+                await called.client.prefill(
+                    PrefillRequest(
+                        request_id=live.request_id,
+                        prompt_token_ids=prompt,
+                        sampling=sampling,
+                        reservation=reservation,
+                        ttl_s=ttl_s,
+                        cache_salt=asked.salt,
+                    )
+                )
             live.let_go(called)
         except (RequestError, WorkerRefused, WorkerUnreachable) as error:
             if called is not None and isinstance(error, WorkerUnreachable):
@@ -406,6 +498,15 @@ class Gateway:
                 either = called is None or isinstance(error, TransferBroke)
                 blamed = live.record.workers if either or called is None else (called.worker.name,)
                 live.fail(from_worker(error, live.client_id), *blamed)
+
+    async def _ship(self, link: WorkerLink, work: ShipRequest) -> bool:
+        """Ship what the worker holds; False when it holds it no longer. Raises as any call to a worker."""
+        try:
+            await link.client.ship(work)
+        except NotHeld as gone:
+            _log.warning("request %s: %s; its prompt is computed again", work.request_id, gone)
+            return False
+        return True
 
     def _ttl_s(self, deadline_s: float | None) -> float:
         """What a leg may take: deadlines do not cross a process, remaining seconds do."""
@@ -504,7 +605,9 @@ class Gateway:
     def _on_lost(self, link: WorkerLink, why: str) -> None:
         for request_id in list(link.live):
             live = self._live.get(request_id)
-            if live is not None and not (live.landed and link.worker.role == "context"):
+            if live is None:
+                self._holds.lost(request_id, why)
+            elif not (live.landed and link.worker.role == "context"):
                 lost = WorkerLost(f"worker {link.worker.name} was lost: {why}", request_id=live.client_id)
                 live.fail(lost, link.worker.name)
 

@@ -77,7 +77,7 @@ class Host(Protocol):
 
     async def prefill(self, request: PrefillRequest) -> Prefilled: ...
 
-    async def hold(self, request: HoldRequest) -> Held: ...
+    async def hold_prompt(self, request: HoldRequest) -> Held: ...
 
     async def ship(self, request: ShipRequest) -> Prefilled: ...
 
@@ -199,7 +199,7 @@ class WorkerServer:
         return await self._host.prefill(request)
 
     async def _hold(self, request: HoldRequest, gateway: str) -> Held:
-        return await self._host.hold(request)
+        return await self._host.hold_prompt(request)
 
     async def _ship(self, request: ShipRequest, gateway: str) -> Prefilled:
         return await self._host.ship(request)

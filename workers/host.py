@@ -119,7 +119,7 @@ class EngineHost:
         )
         return prefilled
 
-    async def hold(self, request: HoldRequest) -> Held:
+    async def hold_prompt(self, request: HoldRequest) -> Held:
         """Run a prompt and keep it; returns when it is complete. Whoever stops waiting here gives it up."""
         engine = self._expect_engine(ContextEngine)
         held: Held = await self._ask(request.request_id, lambda now_s: engine.hold(request, now_s))

@@ -23,8 +23,17 @@ import msgspec
 
 from kvmanager.ids import PageId, RequestId, TransferId, WorkerEpoch
 from workers.config import WorkerConfig
-from workers.errors import HandshakeFailed, ModelMismatch, PeerUnknown, RequestCancelled, WorkerRefused
+from workers.errors import (
+    HandshakeFailed,
+    ModelMismatch,
+    NotHeld,
+    PeerUnknown,
+    RequestCancelled,
+    WorkerRefused,
+)
 from workers.request import (
+    Held,
+    HoldRequest,
     Prefilled,
     PrefillRequest,
     RequestOutput,
@@ -33,6 +42,7 @@ from workers.request import (
     ReserveRequest,
     Role,
     SamplingParams,
+    ShipRequest,
     SubmitRequest,
     TokenFrame,
     TokenLogprob,
@@ -117,6 +127,8 @@ class FakeHost:
         self.salts: list[str] = []
         self.prefilled: list[PrefillRequest] = []
         self.reserved: list[ReserveRequest] = []
+        self.held: dict[RequestId, HoldRequest] = {}
+        self.shipped: list[ShipRequest] = []
         self.cancelled: list[RequestId] = []
         self.connected: set[WorkerEpoch] = set()
         self.disconnected: set[WorkerEpoch] = set()
@@ -177,6 +189,32 @@ class FakeHost:
             first_token=request.prompt_token_ids[0], prompt_tokens_computed=len(request.prompt_token_ids)
         )
 
+    async def hold_prompt(self, request: HoldRequest) -> Held:
+        self.seen.append(request.request_id)
+        self.samplings.append(request.sampling)
+        try:
+            while self.hold.is_set():
+                await asyncio.sleep(0.002)
+        except asyncio.CancelledError:
+            self.cancel(request.request_id)
+            raise
+        self._refuse()
+        if request.lease_s > 0:
+            self.held[request.request_id] = request
+        return Held(
+            first_token=request.prompt_token_ids[0], prompt_tokens_computed=len(request.prompt_token_ids)
+        )
+
+    async def ship(self, request: ShipRequest) -> Prefilled:
+        held = self.held.pop(request.held_id, None)
+        if held is None:
+            raise NotHeld(f"no prompt is held under {request.held_id}")
+        self.shipped.append(request)
+        self.peers[request.reservation.generation_epoch].land(request.request_id, held.prompt_token_ids)
+        return Prefilled(
+            first_token=held.prompt_token_ids[0], prompt_tokens_computed=len(held.prompt_token_ids)
+        )
+
     def land(self, request_id: RequestId, prompt: tuple[int, ...]) -> None:
         def command() -> None:
             job = self.jobs.get(request_id)
@@ -187,6 +225,7 @@ class FakeHost:
 
     def cancel(self, request_id: RequestId) -> None:
         self.cancelled.append(request_id)
+        self.held.pop(request_id, None)
         self._commands.put(lambda: self._cancel(request_id))
 
     def connect(self, hello: bytes) -> WorkerEpoch:
