@@ -16,7 +16,7 @@ from kvmanager.ids import RequestId
 from kvmanager.ledger import KvLedger
 from workers.admission import check_lengths, check_new, check_prompt, check_sampling
 from workers.decode import DecodeLoop
-from workers.engine import Emitted, EngineCounters, EngineEvent
+from workers.engine import Computed, Emitted, EngineCounters, EngineEvent
 from workers.errors import Overloaded
 from workers.faults import Fault
 from workers.limits import EngineLimits
@@ -148,6 +148,7 @@ class AggregatedEngine:
         logits_1V = self._runner.prefill_chunk(sequence, start, end)
         self.ledger.commit(sequence.request_id, end)
         self.counters.prompt_tokens_computed += end - start
+        self._events.append(Computed(sequence.request_id, range(start, end)))
         if logits_1V is None:
             return
         self._reuse.leave_prompt(sequence)

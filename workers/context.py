@@ -28,7 +28,7 @@ from transceiver.errors import TransceiverError, UnknownPeer
 from transceiver.port import Broke, Delivered, Landed, Pages, Released, SendSpec, TransferPort
 from workers.admission import check_new, check_pool, check_prompt, check_sampling
 from workers.decode import DecodeLoop
-from workers.engine import ContextDone, EngineCounters, EngineEvent, PromptHeld, Refused
+from workers.engine import Computed, ContextDone, EngineCounters, EngineEvent, PromptHeld, Refused
 from workers.errors import (
     AdmissionTimeout,
     InvalidRequest,
@@ -319,6 +319,7 @@ class ContextEngine:
         logits_1V = self._runner.prefill_chunk(sequence, start, end)
         self.ledger.commit(sequence.request_id, end)
         self.counters.prompt_tokens_computed += end - start
+        self._events.append(Computed(sequence.request_id, range(start, end)))
         self._push(job, end)  # the last chunk too: it travels while the first token is chosen
         if logits_1V is None:
             return

@@ -57,7 +57,15 @@ class Refused:
     error: WorkerRefused
 
 
-EngineEvent = Emitted | Granted | PromptHeld | ContextDone | Refused
+@dataclass(frozen=True)
+class Computed:
+    """This step computed these positions of the request's prompt."""
+
+    request_id: RequestId
+    positions: range
+
+
+EngineEvent = Emitted | Granted | Computed | PromptHeld | ContextDone | Refused
 
 
 @dataclass

@@ -28,7 +28,7 @@ from workers.aggregated import AggregatedEngine
 from workers.assembly import Assembly, assemble
 from workers.config import WorkerConfig
 from workers.context import ContextEngine
-from workers.engine import ContextDone, Emitted, Engine, EngineEvent, Granted, PromptHeld, Refused
+from workers.engine import Computed, ContextDone, Emitted, Engine, EngineEvent, Granted, PromptHeld, Refused
 from workers.errors import EngineFailed, HandshakeFailed, PeerUnknown, WorkerRefused, WorkerStopping
 from workers.faults import Fault
 from workers.generation import GenerationEngine
@@ -46,6 +46,7 @@ from workers.request import (
     WorkerFacts,
     WorkerStats,
 )
+from workers.timeline import Timelines
 
 _log = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class EngineHost:
         self._assembly = assembly
         self._engine: Engine = assembly.engine
         self.facts: WorkerFacts = assembly.facts
+        self.timelines = Timelines()
         self._num_threads = num_threads
         self._commands: queue.SimpleQueue[Callable[[float], None]] = queue.SimpleQueue()
         self._futures: dict[RequestId, Future[Any]] = {}
@@ -100,36 +102,58 @@ class EngineHost:
     async def submit(self, request: SubmitRequest) -> None:
         """Queue a whole request on an aggregated worker; its tokens come in frames."""
         engine = self._expect_engine(AggregatedEngine)
-        await self._ask(None, lambda now_s: engine.submit(request))
+
+        def submit(now_s: float) -> None:
+            engine.submit(request)
+            self.timelines.asked(request.request_id, now_s)
+
+        await self._ask(None, submit)
 
     async def reserve(self, request: ReserveRequest) -> Reservation:
         """Wait for admission on a generation worker, at most the request's time to live."""
         engine = self._expect_engine(GenerationEngine)
-        reservation: Reservation = await self._ask(
-            request.request_id, lambda now_s: engine.reserve(request, now_s)
-        )
+
+        def reserve(now_s: float) -> None:
+            engine.reserve(request, now_s)
+            self.timelines.asked(request.request_id, now_s)
+
+        reservation: Reservation = await self._ask(request.request_id, reserve)
         return reservation
 
     async def prefill(self, request: PrefillRequest) -> Prefilled:
         """Run a prompt and ship it; returns when the generation worker has acknowledged the hand-off."""
         engine = self._expect_engine(ContextEngine)
         self._expect_peer(request)
-        prefilled: Prefilled = await self._ask(
-            request.request_id, lambda now_s: engine.prefill(request, now_s)
-        )
+
+        def prefill(now_s: float) -> None:
+            engine.prefill(request, now_s)
+            self.timelines.asked(request.request_id, now_s, request.reservation.transfer_id)
+
+        prefilled: Prefilled = await self._ask(request.request_id, prefill)
         return prefilled
 
     async def hold_prompt(self, request: HoldRequest) -> Held:
         """Run a prompt and keep it; returns when it is complete. Whoever stops waiting here gives it up."""
         engine = self._expect_engine(ContextEngine)
-        held: Held = await self._ask(request.request_id, lambda now_s: engine.hold(request, now_s))
+
+        def hold(now_s: float) -> None:
+            engine.hold(request, now_s)
+            self.timelines.asked(request.request_id, now_s)
+
+        held: Held = await self._ask(request.request_id, hold)
         return held
 
     async def ship(self, request: ShipRequest) -> Prefilled:
         """Ship a prompt that is held; returns when the generation worker has acknowledged the hand-off."""
         engine = self._expect_engine(ContextEngine)
         self._expect_peer(request)
-        prefilled: Prefilled = await self._ask(request.request_id, lambda now_s: engine.ship(request, now_s))
+
+        def ship(now_s: float) -> None:
+            engine.ship(request, now_s)
+            self.timelines.asked(request.request_id, now_s)
+            self.timelines.granted(request.request_id, request.reservation.transfer_id, now_s)
+
+        prefilled: Prefilled = await self._ask(request.request_id, ship)
         return prefilled
 
     def cancel(self, request_id: RequestId) -> None:
@@ -263,14 +287,15 @@ class EngineHost:
         with torch.inference_mode():
             while not self._stopping.is_set():
                 self._run_commands()
+                began_s = time.monotonic()
                 try:
-                    events = self._engine.step(time.monotonic())
+                    events = self._engine.step(began_s)
                 except Exception as error:
                     _log.exception("the engine failed")
                     self._failure = f"{type(error).__name__}: {error}"
                     events = self._engine.fail_all(self._failure)
                     self._stopping.set()
-                self._dispatch(events)
+                self._dispatch(events, began_s)
 
     def _run_commands(self) -> None:
         """Run what has been asked. An idle engine waits here; a transfer that ends wakes it, and so does the time that
@@ -289,22 +314,33 @@ class EngineHost:
     def _wake(self) -> None:
         self._commands.put(lambda now_s: None)
 
-    def _dispatch(self, events: list[EngineEvent]) -> None:
+    def _dispatch(self, events: list[EngineEvent], began_s: float) -> None:
+        """Tell what a step did that began at `began_s`."""
+        if not events:
+            return
         outputs: list[RequestOutput] = []
+        now_s, timelines = time.monotonic(), self.timelines
         for event in events:
             match event:
                 case Emitted(output):
                     outputs.append(output)
                 case Granted(request_id, reservation):
+                    timelines.granted(request_id, reservation.transfer_id, now_s)
                     self._resolve(request_id, None, reservation)
+                case Computed(request_id, positions):
+                    timelines.computed(request_id, positions, began_s, now_s)
                 case PromptHeld(request_id, held):
+                    timelines.over(request_id, "held", now_s)
                     self._resolve(request_id, None, held)
                 case ContextDone(request_id, prefilled):
+                    timelines.over(request_id, "shipped", now_s)
                     self._resolve(request_id, None, prefilled)
                 case Refused(request_id, error):
+                    timelines.over(request_id, error.message, now_s)
                     self._resolve(request_id, None, error)
         if outputs and self._sink is not None:
             self._sink(TokenFrame(tuple(outputs)))
+        timelines.stepped(outputs, now_s)  # behind the sink: no token waits for it
 
 
 def _settle(future: Future[Any], answer: object) -> None:

@@ -19,7 +19,7 @@ from workers.aggregated import AggregatedEngine
 from workers.assembly import Assembly, Models, build
 from workers.config import FixedPages, KvBudget, PairSpec, WorkerConfig
 from workers.context import ContextEngine
-from workers.engine import ContextDone, Emitted, EngineEvent, Granted, Refused
+from workers.engine import Computed, ContextDone, Emitted, EngineEvent, Granted, Refused
 from workers.errors import WorkerRefused
 from workers.generation import GenerationEngine
 from workers.request import (
@@ -258,6 +258,8 @@ def _record(events: list[EngineEvent], outcomes: dict[RequestId, Outcome]) -> No
                 outcome.stats = output.stats
             case Refused(request_id, error):
                 outcomes[request_id].refused = error
+            case Computed():
+                pass
             case ContextDone(request_id, _):
                 outcomes[request_id].context_done = True
             case Granted():

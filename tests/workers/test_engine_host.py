@@ -19,7 +19,7 @@ from transceiver.pump import Pump
 from transceiver.wire import Fingerprint, Pools
 from workers import host as host_module
 from workers.assembly import Models, build
-from workers.errors import PeerUnknown
+from workers.errors import InvalidRequest, PeerUnknown
 from workers.host import EngineHost
 from workers.request import PrefillRequest, ReserveRequest, Role, SamplingParams, TokenFrame
 
@@ -123,3 +123,25 @@ async def test_a_restarted_peer_serves_the_next_request_and_the_survivor_stays(h
             await asyncio.sleep(0.01)
     assert hosts.tokens("b") == hosts.tokens("a")
     await asyncio.wrap_future(context.check())
+
+
+async def test_both_hosts_remember_what_they_did_for_a_request(hosts: Hosts) -> None:
+    context, generation = hosts.start("context"), hosts.start("generation")
+    context.connect(generation.facts.hello)
+    await answer("one", context, generation)
+    while (got := generation.timelines.of(RequestId("one"))) is None or not got.outcome:
+        await asyncio.sleep(0.005)
+    sent = context.timelines.of(RequestId("one"))
+    assert sent is not None
+    assert sent.transfer_id == got.transfer_id != ""
+    assert [span.name for span in sent.spans] == ["queue", "prefill", "transfer", "prefill"]
+    assert [dict(span.counts)["tokens"] for span in sent.spans if span.name == "prefill"] == [32, 8]
+    assert sent.outcome == "shipped"
+    assert [span.name for span in got.spans] == ["queue", "transfer", "decode"]
+    assert sum(step.tokens for step in got.steps) == SAMPLING.max_tokens
+    assert all(span.ended_s is not None and span.began_s <= span.ended_s for span in sent.spans)
+    with pytest.raises(InvalidRequest):
+        await generation.reserve(
+            ReserveRequest(request_id=RequestId("bad"), num_prompt_tokens=0, sampling=SAMPLING, ttl_s=1.0)
+        )
+    assert generation.timelines.of(RequestId("bad")) is None
