@@ -25,7 +25,7 @@ from kvmanager.ids import RequestId
 from workers.aggregated import AggregatedEngine
 from workers.assembly import Models, build, load_models
 from workers.config import PairSpec, WorkerConfig
-from workers.engine import Emitted
+from workers.engine import Computed, Emitted
 from workers.request import SamplingParams, SubmitRequest
 from workers.tokenizer import Tokenizer
 
@@ -68,6 +68,8 @@ class Ours:
         with torch.inference_mode():
             while not self.engine.idle:
                 for event in self.engine.step(0.0):
+                    if isinstance(event, Computed):
+                        continue
                     assert isinstance(event, Emitted)
                     tokens += len(event.output.token_ids)
         return tokens, time.perf_counter() - started_s, self.engine.decode.decode_steps - steps

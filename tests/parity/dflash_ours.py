@@ -9,7 +9,7 @@ from kvmanager.ids import RequestId
 from workers.aggregated import AggregatedEngine
 from workers.assembly import Models, build, load_models
 from workers.config import DtypeName, PairSpec, WorkerConfig
-from workers.engine import Emitted
+from workers.engine import Computed, Emitted
 from workers.request import SamplingParams, SubmitRequest
 
 
@@ -53,6 +53,8 @@ class Ours:
                 )
                 running.add(request_id)
             for event in engine.step(0.0):
+                if isinstance(event, Computed):
+                    continue
                 assert isinstance(event, Emitted), event
                 output = event.output
                 assert not output.error, output.error
