@@ -1,13 +1,18 @@
 """Checks that what has landed is what was sent, for this transfer, into these positions.
 
     off        nothing is checked
-    tag        every page comes with a tag that names (writer's epoch, transfer, pool, position), written behind it
+    tag        every page comes with a tag that names (writer's epoch, transfer, pool, position), written with it
                by the same write; the receiver compares it with what it expects in that page
     checksum   the tag also carries a hash of the page's bytes, which the receiver computes again
 
 A tag lies in a region of its own, one per page of the pool, so a later writer of the page leaves its own there. A tag
 finds pages never written, written by somebody else, or by another position's copy. The checksum also finds torn and
 stale bytes. The hash is XXH3 of 64 bits: 30 GB/s here, where a copy makes 8 and CRC-32 makes 4.
+
+Tags lie in host memory, pools on a device included. Looking at them then costs the receiver no wait for its device, and
+the few dozen bytes of a page take nothing of the link between devices. Nothing is lost by that: tags are looked at
+after the writer has said Done, and it does so when the writes of both, pages and tags, have completed. A checksum reads
+the pages themselves, so it needs them in host memory.
 """
 
 from __future__ import annotations
@@ -22,9 +27,9 @@ import numpy.typing as npt
 import xxhash
 
 from kvmanager.ids import PageId, TransferId, WorkerEpoch
+from transceiver.wire import TARGET
 
 TAG = np.dtype([("owner", "<u8", 2), ("checksum", "<u8"), ("position", "<u4"), ("pool", "<u4")])
-TARGET, DRAFT = 1, 2  # pools; never 0, so that a tag of zeros is nobody's
 
 Tags = npt.NDArray[np.void]
 Bytes = npt.NDArray[np.uint8]

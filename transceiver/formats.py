@@ -111,6 +111,11 @@ class Route:
         """Whether shipped pages fill destination pages."""
         return self.shipped == self.destination
 
+    @property
+    def page_to_page(self) -> bool:
+        """Whether source pages become destination pages as they are."""
+        return self.whole and not self.staged
+
     def gathers(self, source: Sequence[PageId], first: int, end: int, num_tokens: int) -> list[Gather]:
         """What goes into staged pages 0 .. end-first-1, which are the request's destination pages first .. end-1."""
         found: list[Gather] = []

@@ -6,27 +6,34 @@ the destination's: one is shippable when the source's KV of all its prompt posit
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvmanager.ids import PageId
 from transceiver import plan
 from transceiver.annex import Stage, Stamp
 from transceiver.arena import Arena, Span
-from transceiver.content import DRAFT, TAG, TARGET, PageBatch, slots
+from transceiver.content import TAG, PageBatch, slots
 from transceiver.formats import Copy, Route, page_formats, route
 from transceiver.port import PageLists
-from transceiver.wire import Hello, Region
+from transceiver.transport import PageMove
+from transceiver.wire import DRAFT, TARGET, Hello, Region
 
 
 @dataclass(slots=True)
 class Cargo:
     """What one write carries, and the spans of the staging buffer that it uses."""
 
+    moves: list[PageMove] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
     tags: list[Copy] = field(default_factory=list)
     stages: list[Stage] = field(default_factory=list)
     stamps: list[Stamp] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
+
+    @property
+    def empty(self) -> bool:
+        return not (self.moves or self.copies)
 
 
 @dataclass(slots=True)
@@ -71,24 +78,26 @@ class Lane:
         if span is not None:
             cargo.spans.append(span)
         offset = span.offset if span is not None else 0
-        numbers, base = self.source[first : first + count], self.ours.address
         if self.route.staged:
             gathers = tuple(self.route.gathers(self.source, first, first + count, self.num_tokens))
             cargo.stages.append(Stage(offset, self.route, self.ours.address, count, gathers))
+            indices = list(range(first, first + count))
             numbers, base = tuple(map(PageId, range(count))), staging.address + offset
             offset += count * page_bytes
-        cargo.copies += self.route.copies(
-            self.destination[first : first + count], numbers, ours=base, theirs=self.theirs
-        )
+        else:
+            indices = plan.by_destination(self.destination, first, first + count)
+            numbers, base = tuple(self.source[index] for index in indices), self.ours.address
+        pages = tuple(self.destination[index] for index in indices)
+        if self.route.page_to_page:
+            cargo.moves.append(PageMove(self.pool, numbers, pages))
+        else:
+            cargo.copies += self.route.copies(pages, numbers, ours=base, theirs=self.theirs)
         if self.their_tags is not None:
             addresses = tuple(base + number * page_bytes for number in numbers)
-            batch = self._batch(addresses, first, first + count)
-            cargo.stamps.append(Stamp(offset, batch))
-            cargo.tags += self._tag_copies(staging.address + offset, batch.pages, self.their_tags)
+            stamped = batch(self.owner, self.pool, self.route, addresses, pages, indices)
+            cargo.stamps.append(Stamp(offset, stamped))
+            cargo.tags += self._tag_copies(staging.address + offset, pages, self.their_tags)
         self.shipped += count
-
-    def _batch(self, addresses: tuple[int, ...], first: int, end: int) -> PageBatch:
-        return batch(self.owner, self.pool, self.route, addresses, self.destination[first:end], first)
 
     def _tag_copies(self, ours: int, pages: tuple[PageId, ...], theirs: Region) -> list[Copy]:
         places = slots(pages, self.pool, self.their_target_pages)
@@ -104,9 +113,14 @@ class Lane:
 
 
 def batch(
-    owner: bytes, pool: int, route: Route, addresses: tuple[int, ...], pages: tuple[PageId, ...], first: int
+    owner: bytes,
+    pool: int,
+    route: Route,
+    addresses: tuple[int, ...],
+    pages: tuple[PageId, ...],
+    indices: Sequence[int],
 ) -> PageBatch:
-    """Pages first, first + 1, ... of a request, as their tags describe them."""
+    """A request's pages of these indices, as their tags describe them."""
     size = route.shipped.page_size
     return PageBatch(
         owner=owner,
@@ -114,7 +128,7 @@ def batch(
         addresses=addresses,
         page_bytes=route.shipped.page_bytes,
         pages=pages,
-        positions=tuple((first + index) * size for index in range(len(pages))),
+        positions=tuple(index * size for index in indices),
     )
 
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 from kvmanager.ids import WorkerEpoch
 from transceiver.errors import TransportError
-from transceiver.transport import Inbound, Write, WriteEnded, WriteId
+from transceiver.formats import Copy
+from transceiver.transport import Inbound, PageMove, Write, WriteEnded, WriteId
 from transceiver.wire import Hello, Pools, Region
 
 
@@ -144,13 +145,29 @@ class LoopbackHub:
             return "the peer is gone"
         if self._random.random() < self.faults.write_failure:
             return "injected fault"
-        for copy in (*write.copies, *write.tags):
+        copies = [*_expanded(write.moves, sender.pools, receiver.pools), *write.copies]
+        for copy in (*copies, *write.tags):
             ctypes.memmove(copy.destination, copy.source, copy.size)
-        if write.copies and self._random.random() < self.faults.corruption:
-            copy = self._random.choice(write.copies)
+        if copies and self._random.random() < self.faults.corruption:
+            copy = self._random.choice(copies)
             wrong = ctypes.c_uint8.from_address(copy.destination + self._random.randrange(copy.size))
             wrong.value ^= 1 << self._random.randrange(8)
         return None
+
+
+def _expanded(moves: Sequence[PageMove], ours: Pools, theirs: Pools) -> list[Copy]:
+    copies: list[Copy] = []
+    for move in moves:
+        here, there = ours.pool(move.pool), theirs.pool(move.pool)
+        for source, destination in zip(move.source, move.destination, strict=True):
+            copies.append(
+                Copy(
+                    here.address + source * here.page_bytes,
+                    there.address + destination * there.page_bytes,
+                    here.page_bytes,
+                )
+            )
+    return copies
 
 
 class LoopbackTransport:

@@ -1,9 +1,12 @@
 """The transport over NIXL (UCX): the only module that knows it, and the worker's only NIXL agent.
 
-Life cycle: made, used and closed by one thread (the agent is not locked). The agent's name is the worker's
-epoch, so a restarted worker is a new agent. Pools and whatever `register` brings are registered whole, once. A
-write is one request with a descriptor per copy; NIXL spends some microseconds on each, which is why runs of pages
-matter. Copies between unlike kinds of memory, pools on a device and tags in host memory, are two requests.
+Life cycle: made, used and closed by one thread (the agent is not locked; for pools on a device, their device's context
+is current in it). The agent's name is the worker's epoch, so a restarted worker is a new agent. Pools and whatever
+`register` brings are registered whole, once, and every pool is prepared as a list of its pages, ours and each peer's.
+
+A write is some requests, and complete when all of them are. Pages that move as they are: page numbers into the two
+prepared lists, of which NIXL makes one descriptor per run. What comes from the staging buffer: a descriptor per copy.
+Tags: host memory on both sides, so a request of their own when the pools are on devices.
 
 What NIXL (1.5.1) does and this file answers:
 
@@ -13,31 +16,39 @@ What NIXL (1.5.1) does and this file answers:
 * A disconnect is reported by an exception from the next use of the peer, and its metadata stays: the peer is
   dropped here and reported as lost.
 * A request that is released in flight is cancelled, best effort.
+* Between devices the first write of a pair takes 80 to 240 ms (the peer's pool is mapped), and descriptors of one
+  request are copied one after the other with some microseconds between them, unless they are handed to CUDA as one
+  batch (NIXL_UCX_SGL_ENABLE; CUDA 13). So a new peer is warmed up, and the batch is asked for.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from kvmanager.ids import WorkerEpoch
+from kvmanager.ids import DUMMY_PAGE, WorkerEpoch
+from transceiver import cuda
 from transceiver.errors import TransportError
 from transceiver.formats import Copy
-from transceiver.transport import Inbound, Write, WriteEnded, WriteId
-from transceiver.wire import Hello, Pools, Region
+from transceiver.transport import Inbound, PageMove, Write, WriteEnded, WriteId
+from transceiver.wire import DRAFT, TARGET, Hello, Pools, Region
 
 _log = logging.getLogger(__name__)
 
 _CLOSING_POLLS = 20
 _CLOSING_POLL_S = 0.001
+_WARM_UP_S = 1.0
+_CUDA_13 = 13000
+_OURS = ""  # NIXL's name for the local side of a request
 
 
 class _Handle(Protocol):
@@ -56,6 +67,17 @@ class _Agent(Protocol):
     def initialize_xfer(
         self, operation: str, local_descs: object, remote_descs: object, remote_agent: str
     ) -> _Handle: ...
+    def prep_xfer_dlist(
+        self, agent_name: str, xfer_list: npt.NDArray[np.uint64], mem_type: str
+    ) -> _Handle: ...
+    def make_prepped_xfer(
+        self,
+        operation: str,
+        local_xfer_side: _Handle,
+        local_indices: npt.NDArray[np.int32],
+        remote_xfer_side: _Handle,
+        remote_indices: npt.NDArray[np.int32],
+    ) -> _Handle: ...
     def transfer(self, handle: _Handle) -> str: ...
     def check_xfer_state(self, handle: _Handle) -> str: ...
     def get_new_notifs(self) -> dict[str, list[bytes]]: ...
@@ -70,15 +92,26 @@ class _InFlight:
     handles: list[_Handle]
 
 
+@dataclass(slots=True)
+class _Peer:
+    """`lists`: its pools as lists of pages, by number."""
+
+    pools: Pools
+    lists: dict[int, _Handle] = field(default_factory=dict)
+
+
 class NixlTransport:
     """Implements `Transport`. Raises TransportError when NIXL or its UCX backend cannot start."""
 
     def __init__(self, epoch: WorkerEpoch, pools: Pools) -> None:
         self._pools = pools
-        self._agent, self._errors = _make_agent(epoch)
+        if pools.target.device is not None:
+            cuda.use(pools.target.device)
+        self._agent, self._errors = _make_agent(epoch, on_device=pools.target.device is not None)
         self._registrations: list[object] = []
         self.register([pools.target] if pools.draft is None else [pools.target, pools.draft])
-        self._peers: dict[WorkerEpoch, Pools] = {}
+        self._lists = self._prepare(_OURS, pools)
+        self._peers: dict[WorkerEpoch, _Peer] = {}
         self._in_flight: dict[WriteId, _InFlight] = {}
         self._ended: list[WriteEnded] = []
         self._lost: list[tuple[WorkerEpoch, str]] = []
@@ -111,28 +144,32 @@ class NixlTransport:
         if named != hello.epoch:
             self._quietly(forget)
             raise TransportError(f"worker {hello.epoch} presents the metadata of agent {named}")
-        self._peers[hello.epoch] = hello.pools
+        try:
+            lists = self._prepare(named, hello.pools)
+        except TransportError:
+            self._quietly(forget)
+            raise
+        self._peers[hello.epoch] = _Peer(hello.pools, lists)
+        self._warm_up(hello)
 
     def remove_peer(self, peer: WorkerEpoch) -> None:
-        if self._peers.pop(peer, None) is None:
+        known = self._peers.pop(peer, None)
+        if known is None:
             return
         for write in [write for write, entry in self._in_flight.items() if entry.peer == peer]:
             self.cancel(write)
+        self._release(list(known.lists.values()))
         self._quietly(partial(self._agent.remove_remote_agent, peer))
 
     def write(self, write: Write) -> None:
-        theirs = self._peers.get(write.peer)
-        if theirs is None:
+        peer = self._peers.get(write.peer)
+        if peer is None:
             self._ended.append(WriteEnded(write.write, "the peer is not connected"))
             return
-        ours = self._pools.target
-        if ours.device is None and theirs.target.device is None:
-            batches = [((*write.copies, *write.tags), ours, theirs.target)]
-        else:
-            batches = [(write.copies, ours, theirs.target), (write.tags, _HOST, _HOST)]
         handles: list[_Handle] = []
         try:
-            handles += [self._request(write.peer, *batch) for batch in batches if batch[0]]
+            handles += [self._move(peer, move) for move in write.moves]
+            handles += [self._request(write.peer, *batch) for batch in self._batches(peer, write) if batch[0]]
             # Between host memories of one machine this call copies everything before it returns.
             for handle in handles:
                 self._agent.transfer(handle)
@@ -143,6 +180,13 @@ class NixlTransport:
         self._in_flight[write.write] = _InFlight(write.peer, handles)
         self._settle(write.write)
 
+    def _batches(self, peer: _Peer, write: Write) -> list[tuple[tuple[Copy, ...], Region, Region]]:
+        """Copies that share a request: NIXL wants one kind of memory on each side of it."""
+        ours, theirs = self._pools.target, peer.pools.target
+        if ours.device is None and theirs.device is None:
+            return [((*write.copies, *write.tags), _HOST, _HOST)]
+        return [(write.copies, ours, theirs), (write.tags, _HOST, _HOST)]
+
     def _request(self, peer: WorkerEpoch, copies: Sequence[Copy], ours: Region, theirs: Region) -> _Handle:
         source = _rows([(copy.source, copy.size, ours.device or 0) for copy in copies])
         destination = _rows([(copy.destination, copy.size, theirs.device or 0) for copy in copies])
@@ -152,6 +196,60 @@ class NixlTransport:
             self._agent.get_xfer_descs(destination, _memory(theirs)),
             peer,
         )
+
+    def _move(self, peer: _Peer, move: PageMove) -> _Handle:
+        source, destination = (np.array(pages, dtype=np.int32) for pages in (move.source, move.destination))
+        return self._agent.make_prepped_xfer(
+            "WRITE", self._lists[move.pool], source, peer.lists[move.pool], destination
+        )
+
+    def _prepare(self, agent: str, pools: Pools) -> dict[int, _Handle]:
+        """Every pool as a list of its pages. Raises TransportError."""
+        try:
+            return {
+                number: self._agent.prep_xfer_dlist(
+                    agent,
+                    _rows(
+                        [(pool.address, pool.page_bytes, pool.device or 0, pool.page_bytes, pool.num_pages)]
+                    ),
+                    _memory(pool),
+                )
+                for number, pool in ((TARGET, pools.target), (DRAFT, pools.draft))
+                if pool is not None
+            }
+        except self._errors as error:
+            raise TransportError(f"NIXL cannot prepare pages of {agent or 'this worker'}: {error}") from error
+
+    def _warm_up(self, hello: Hello) -> None:
+        """Write each pool's dummy page, which nobody reads, twice: the peer's pools are mapped, and the link is timed.
+
+        Not between host memories, whose first write costs little, nor between pages of unlike sizes.
+        """
+        for number in (TARGET, DRAFT) if hello.pools.draft and self._pools.draft else (TARGET,):
+            ours, theirs = self._pools.pool(number), hello.pools.pool(number)
+            if ours.device is None or theirs.device is None or ours.page_bytes != theirs.page_bytes:
+                return
+            dummy = PageMove(number, (DUMMY_PAGE,), (DUMMY_PAGE,))
+            try:
+                first_s, second_s = (self._time(self._peers[hello.epoch], dummy) for _ in range(2))
+            except self._errors as error:
+                _log.warning("worker %s: the first write failed: %s", hello.epoch, error)
+                return
+            speed = ours.page_bytes / second_s / 1e9
+            words = "worker %s: first write %.0f ms, then a page of %d bytes in %.2f ms (%.1f GB/s)"
+            _log.info(words, hello.epoch, first_s * 1e3, ours.page_bytes, second_s * 1e3, speed)
+
+    def _time(self, peer: _Peer, move: PageMove) -> float:
+        """Seconds until a move is over, or is given up."""
+        start_s = time.perf_counter()
+        handle = self._move(peer, move)
+        try:
+            state = self._agent.transfer(handle)
+            while state == "PROC" and time.perf_counter() - start_s < _WARM_UP_S:
+                state = self._agent.check_xfer_state(handle)
+        finally:
+            self._quietly(handle.release)
+        return time.perf_counter() - start_s
 
     def cancel(self, write: WriteId) -> None:
         entry = self._in_flight.pop(write, None)
@@ -187,6 +285,7 @@ class NixlTransport:
             self.cancel(write)
         for peer in list(self._peers):
             self.remove_peer(peer)
+        self._release(list(self._lists.values()))
         while self._registrations:
             registration = self._registrations.pop()
             self._quietly(partial(self._agent.deregister_memory, registration))
@@ -230,13 +329,9 @@ class NixlTransport:
             _log.debug("release: %s", error)
 
 
-def _make_agent(epoch: WorkerEpoch) -> tuple[_Agent, tuple[type[Exception], ...]]:
+def _make_agent(epoch: WorkerEpoch, *, on_device: bool) -> tuple[_Agent, tuple[type[Exception], ...]]:
     """The agent, and every exception type NIXL raises."""
-    try:
-        api = importlib.import_module("nixl_cu12._api")
-        bindings = importlib.import_module("nixl_cu12._bindings")
-    except ImportError as error:
-        raise TransportError(f"NIXL cannot be imported: {error}") from error
+    api, bindings = _bindings()
     logging.getLogger("nixl").setLevel(logging.WARNING)  # it reports its start on stdout
     errors: tuple[type[Exception], ...] = tuple(
         value
@@ -244,6 +339,10 @@ def _make_agent(epoch: WorkerEpoch) -> tuple[_Agent, tuple[type[Exception], ...]
         if name.endswith("Error") and isinstance(value, type) and issubclass(value, Exception)
     )
     start_errors: tuple[type[Exception], ...] = (RuntimeError, *errors)
+    if on_device:
+        os.environ.setdefault(
+            "NIXL_UCX_SGL_ENABLE", "1"
+        )  # read when the backend starts; there is no other way in
     try:
         agent = api.nixl_agent(epoch, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
     except start_errors as error:
@@ -251,6 +350,19 @@ def _make_agent(epoch: WorkerEpoch) -> tuple[_Agent, tuple[type[Exception], ...]
     if "UCX" not in agent.backends:
         raise TransportError("this NIXL has no UCX backend")
     return cast(_Agent, agent), errors
+
+
+def _bindings() -> tuple[Any, Any]:
+    """NIXL's modules, those of the driver's CUDA first: each wheel's UCX knows one major version of it."""
+    packages = ["nixl_cu12", "nixl_cu13"]
+    if cuda.driver_version() >= _CUDA_13:
+        packages.reverse()
+    for package in packages:
+        try:
+            return importlib.import_module(f"{package}._api"), importlib.import_module(f"{package}._bindings")
+        except ImportError as error:
+            missing = error
+    raise TransportError(f"NIXL cannot be imported: {missing}") from missing
 
 
 _HOST = Region(0, 0, 0, 0)

@@ -52,6 +52,11 @@ class Pace:
     settle_s: float = 0.02
 
 
+HOST_PACE = Pace()
+DEVICE_PACE = Pace(busy_s=0.00002, awaiting_s=0.0002, written_to_s=0.0002, waiting_s=0.001)
+"""Between devices a prompt's KV takes a few milliseconds, and 0.3 of them would show."""
+
+
 class Pump:
     """Implements `TransferPort`; any thread may call it. Its own clock drives deadlines; `poll`'s is not used."""
 
@@ -65,7 +70,7 @@ class Pump:
         pace: Pace | None = None,
         on_event: Callable[[], None] | None = None,
     ) -> None:
-        self._pace = pace or Pace()
+        self._pace = pace or (HOST_PACE if pools.target.device is None else DEVICE_PACE)
         self._on_event = on_event
         self._wake = threading.Event()
         self._stopping = False

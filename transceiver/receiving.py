@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from kvmanager.ids import PageId, TransferId, WorkerEpoch
 from transceiver import plan, wire
 from transceiver.annex import Inspect
-from transceiver.content import DRAFT, TARGET, PageBatch, owner_of
+from transceiver.content import PageBatch, owner_of
 from transceiver.demand import Demand, bytes_due, demand
 from transceiver.errors import BookCorrupt, DuplicateTransfer
 from transceiver.formats import Route
@@ -27,7 +27,7 @@ from transceiver.peers import Peers
 from transceiver.port import Broke, Landed, ReceiveSpec, Released
 from transceiver.records import ClosedTransfer, Key, Records, Side, remote_outcome
 from transceiver.transfer import Outcome, Receiver, ReceiverCommand, ReceiverEvent, ReceiverPhase
-from transceiver.wire import Hello, Region, TerminalState
+from transceiver.wire import DRAFT, TARGET, Hello, Region, TerminalState
 
 
 @dataclass(slots=True)
@@ -183,7 +183,7 @@ class Receiving:
 
         def pages_in(pool: int, way: Route, region: Region, pages: tuple[PageId, ...]) -> PageBatch:
             addresses = tuple(region.address + page * region.page_bytes for page in pages)
-            return batch(owner, pool, way, addresses, pages, 0)
+            return batch(owner, pool, way, addresses, pages, range(len(pages)))
 
         target, draft = ways
         found = [pages_in(TARGET, target, pools.target, destination.target[: entry.demand.target_pages])]

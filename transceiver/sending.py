@@ -22,7 +22,7 @@ from kvmanager.ids import TransferId, WorkerEpoch
 from transceiver import wire
 from transceiver.annex import Prepare
 from transceiver.arena import Arena, Span
-from transceiver.content import DRAFT, TARGET, owner_of
+from transceiver.content import owner_of
 from transceiver.errors import BookCorrupt, DuplicateTransfer, PlanError, UnknownPeer, UnknownTransfer
 from transceiver.holding import Holding
 from transceiver.lanes import Cargo, Lane, lanes
@@ -31,7 +31,7 @@ from transceiver.port import Broke, Delivered, Ready, SendSpec
 from transceiver.records import CancelWrite, ClosedTransfer, Key, Outgoing, Records, Side, remote_outcome
 from transceiver.transfer import Outcome, Sender, SenderCommand, SenderEvent, SenderPhase
 from transceiver.transport import Write, WriteEnded, WriteId
-from transceiver.wire import Hello, Region, TerminalState
+from transceiver.wire import DRAFT, TARGET, Hello, Region, TerminalState
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -264,9 +264,15 @@ class Sending:
             cargo = Cargo()
             for lane in entry.lanes:
                 lane.load(entry.ready_position, self._arena, self._staging, cargo)
-            if not cargo.copies:
+            if cargo.empty:
                 return
-            write = Write(WriteId(self._next_write), entry.spec.peer, tuple(cargo.copies), tuple(cargo.tags))
+            write = Write(
+                write=WriteId(self._next_write),
+                peer=entry.spec.peer,
+                copies=tuple(cargo.copies),
+                tags=tuple(cargo.tags),
+                moves=tuple(cargo.moves),
+            )
             self._next_write += 1
             self._writes[write.write] = transfer
             entry.in_flight[write.write] = cargo.spans

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NewType, Protocol
 
-from kvmanager.ids import WorkerEpoch
+from kvmanager.ids import PageId, WorkerEpoch
 from transceiver.formats import Copy
 from transceiver.wire import Hello, Region
 
@@ -19,16 +19,29 @@ WriteId = NewType("WriteId", int)
 
 
 @dataclass(frozen=True, slots=True)
+class PageMove:
+    """Whole pages of one pool: the i-th of `source`, ours, to the i-th of `destination`, the peer's, of the same size.
+
+    `pool` as in `transceiver.wire`. Destinations ascend.
+    """
+
+    pool: int
+    source: tuple[PageId, ...]
+    destination: tuple[PageId, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Write:
-    """Copies from our pools and staging buffer into the peer's pools, and tags into its host memory.
+    """Pages and copies from our pools and staging buffer into the peer's pools, and tags into its host memory.
 
     Complete means: visible in the peer's memory.
     """
 
     write: WriteId
     peer: WorkerEpoch
-    copies: tuple[Copy, ...]
+    copies: tuple[Copy, ...] = ()
     tags: tuple[Copy, ...] = ()
+    moves: tuple[PageMove, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ PROTOCOL_VERSION = 2
 MAGIC = b"SLST"
 MAX_MESSAGE_BYTES = 1 << 20
 
+TARGET, DRAFT = 1, 2  # pools; never 0, so that a tag of zeros is nobody's
 DraftMode = Literal["none", "mirrored", "unified"]
 Verify = Literal["off", "tag", "checksum"]
 """How the receiver checks what has landed; see `transceiver.content`."""
@@ -96,6 +97,13 @@ class Pools(msgspec.Struct, frozen=True):
     target: Region
     draft: Region | None = None
     tags: Region | None = None
+
+    def pool(self, number: int) -> Region:
+        """The pool of this number. Raises ValueError where there is none."""
+        region = self.target if number == TARGET else self.draft
+        if region is None or number not in (TARGET, DRAFT):
+            raise ValueError(f"this worker has no pool {number}")
+        return region
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):

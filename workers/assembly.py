@@ -298,7 +298,8 @@ def _whole_pages(chunk_tokens: int, page_size: int) -> int:
 
 
 def _region(storage: KvStorage) -> Region:
-    return Region(storage.address, storage.size_bytes, storage.page_bytes, storage.num_pages)
+    device = None if storage.device.type == "cpu" else storage.device.index or 0
+    return Region(storage.address, storage.size_bytes, storage.page_bytes, storage.num_pages, device)
 
 
 def _fingerprint(config: WorkerConfig, models: Models, ledger: KvLedger) -> Fingerprint:

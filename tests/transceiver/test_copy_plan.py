@@ -13,7 +13,7 @@ from kvmanager.layout import KvGeometry
 from transceiver.demand import bytes_due, demand
 from transceiver.errors import PlanError
 from transceiver.formats import page_formats, route
-from transceiver.plan import PageRun, page_runs, pages_final, require_pages
+from transceiver.plan import PageRun, by_destination, page_runs, pages_final, require_pages
 from transceiver.wire import Fingerprint, Pools, Region
 
 TARGET = KvGeometry(num_layers=3, num_kv_heads=2, head_dim=4, page_size=16, element_bytes=2)
@@ -68,6 +68,21 @@ def test_neighbouring_runs_could_not_have_been_one(count: int, data: st.DataObje
     runs = page_runs(source, destination, 0, count)
     for left, right in itertools.pairwise(runs):
         assert (left.source + left.count, left.destination + left.count) != (right.source, right.destination)
+
+
+@given(st.integers(1, 40), st.data())
+def test_in_the_order_of_the_destination_all_that_can_be_one_run_is(count: int, data: st.DataObject) -> None:
+    source, destination = data.draw(page_lists(count)), data.draw(page_lists(count))
+    first = data.draw(st.integers(0, count))
+    order = by_destination(destination, first, count)
+    assert sorted(order) == list(range(first, count))
+    runs = page_runs(
+        [source[index] for index in order], [destination[index] for index in order], 0, len(order)
+    )
+    moved = set(zip(source[first:], destination[first:], strict=True))
+    followers = sum((here - 1, there - 1) in moved for here, there in moved)
+    assert len(runs) == len(moved) - followers
+    assert {(run.source + i, run.destination + i) for run in runs for i in range(run.count)} == moved
 
 
 def test_pages_adjacent_on_both_sides_merge_and_others_do_not() -> None:

@@ -237,6 +237,19 @@ def test_the_transport_is_read_from_ucxs_own_report() -> None:
     assert chosen_transport([]) == "unknown"
 
 
+def test_the_way_between_devices_is_not_taken_for_the_way_between_host_memories() -> None:
+    report = """
+[1] [vm:1:0] | A intra-node cfg#1                                           |
+[1] [vm:1:0] | remote memory write by ucp_put* from host memory to host     |
+[1] [vm:1:0] | 93..inf   | zero-copy   | cma/memory                         |
+[1] [vm:1:0] | A intra-node cfg#1                                           |
+[1] [vm:1:0] | remote memory write by ucp_put* from cuda/GPU0 to cuda/GPU1  |
+[1] [vm:1:0] | 0..inf    | zero-copy   | cuda_ipc/cuda                      |
+"""
+    assert chosen_transport(report.splitlines(), "cuda memory") == "cuda_ipc/cuda"
+    assert chosen_transport(report.splitlines()) == "cma/memory"
+
+
 def test_s65_the_self_test_names_the_transport_and_refuses_a_link_under_the_floor() -> None:
     """UCX falls back to TCP in silence; the refusal names what it chose."""
     with pytest.raises(SelfTestFailed, match=r"GB/s over (?!unknown).*; the floor is 1000000.00 GB/s"):

@@ -16,7 +16,8 @@ from transceiver.errors import UnequalGeometry
 from transceiver.formats import PageFormat, Part, route
 from transceiver.loopback import Faults, LoopbackHub
 from transceiver.port import Delivered, Landed, Pages, TransferEvent
-from transceiver.wire import DraftMode, Fingerprint, HeadRange, Verify
+from transceiver.transport import PageMove, Write
+from transceiver.wire import DRAFT, TARGET, DraftMode, Fingerprint, HeadRange, Verify
 
 HEADS = 4
 NUM_TOKENS = 37
@@ -236,24 +237,22 @@ def test_every_position_is_gathered_exactly_once_into_its_own_place(
     assert arrived == list(range(first * there, min(end * there, num_tokens)))
 
 
-def test_equal_pages_go_without_staging_and_adjacent_ones_as_one_copy() -> None:
+def test_equal_pages_go_without_staging_and_adjacent_ones_as_one_run() -> None:
     hub = LoopbackHub()
     same = fingerprint(8)
     sender, receiver = worker(hub, "sender", same), worker(hub, "receiver", same)
     sender.endpoint.connect(receiver.endpoint.hello())
-    ids = list(range(1, 6))
-    posted: list[object] = []
+    ids = [3, 1, 2, 5, 4]  # in position order, on both sides
+    posted: list[Write] = []
     original = sender.endpoint._transport.write
-    sender.endpoint._transport.write = lambda write: (posted.append(write), original(write))  # type: ignore[method-assign]
+    sender.endpoint._transport.write = lambda write: (posted.append(write), original(write))[1]  # type: ignore[method-assign]
     fill(sender.memory, same, ids, 0)
     receiver.expect("t", NUM_TOKENS, as_pages(ids, "mirrored"))
     sender.open("t", receiver, NUM_TOKENS, as_pages(ids, "mirrored"), as_pages(ids, "mirrored"))
     sender.endpoint.finish(TransferId("t"), handoff(NUM_TOKENS))
     Clock(sender, receiver).run(0.2)
     (write,) = posted
-    assert [copy.size for copy in write.copies] == [
-        5 * same.target.page_bytes,
-        5 * 2 * same.target.page_bytes // 3,
-    ]  # type: ignore[attr-defined]
+    assert write.copies == ()
+    assert write.moves == tuple(PageMove(pool, (1, 2, 3, 4, 5), (1, 2, 3, 4, 5)) for pool in (TARGET, DRAFT))
     assert msgspec.structs.asdict(same)["verify"] == "off"
     assert_filled(receiver.memory, same, ids)
