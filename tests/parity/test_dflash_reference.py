@@ -6,6 +6,8 @@ better than that: to about 1e-6 of their size.
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +114,19 @@ def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def smollm2_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The built-in pair with its target as a Hugging Face directory.
+
+    The drafter names the GGUF by its fingerprint and would refuse the exported form of the same weights, so a copy goes
+    without the name.
+    """
     pair = resolve_pair("smollm2")
     assert pair.drafter_path is not None
-    return export_target(pair.target_path, tmp_path_factory.mktemp("smollm2")), pair.drafter_path
+    directory = tmp_path_factory.mktemp("smollm2")
+    drafter = shutil.copytree(pair.drafter_path, directory / "drafter")
+    config = json.loads((drafter / "config.json").read_text())
+    del config["target_fingerprint"]
+    (drafter / "config.json").write_text(json.dumps(config))
+    return export_target(pair.target_path, directory / "target"), drafter
 
 
 @pytest.fixture(scope="module")
