@@ -33,9 +33,9 @@ SMOLLM2 = Plan(
     pair="smollm2",
     sequences={
         "chat": 100_000,
-        "questions": 52_000,
-        "word_problems": 32_000,
-        "paragraphs": 38_000,
+        "questions": 84_000,
+        "word_problems": 28_000,
+        "paragraphs": 34_000,
         "long_paragraphs": 6_000,
     },
     num_layers=4,
