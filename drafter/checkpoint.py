@@ -1,4 +1,4 @@
-"""Drafter checkpoints on disk, in the z-lab layout: config.json beside safetensors, one file or sharded.
+"""Drafter checkpoints on disk, of any dialect: config.json beside safetensors, one file or sharded.
 
 Loading checks everything before a tensor is used: the config against the target's facts, then every tensor's
 name and shape against the config. A drafter with nothing amiss but trained for another target would still
@@ -19,13 +19,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from drafter.config import DrafterConfig
+from drafter.config import DrafterConfig, check_tap
 from drafter.dflash import BlockDrafter, DraftLayerWeights, DraftWeights
+from drafter.dspark import ConfidenceHead, DSparkHead, GatedMarkov, Markov, RnnMarkov, VanillaMarkov
 from drafter.errors import DrafterCheckpointError, DrafterMismatch
 from drafter.linear import Linear
+from drafter.proposal import DraftHead, IndependentHead
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_MAPS = ("d2t", "t2d")  # draft id -> offset of its target id; target id -> whether the drafter knows it
+_OF_THE_TARGET = ("verifier_norm.weight", "verifier_lm_head.weight")  # what training needed of it; not read
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +57,22 @@ def load_drafter(path: Path, target: TargetFacts) -> BlockDrafter:
     config = read_config(path)
     check_fits(config, target)
     tensors = _read_tensors(path)
-    _check_tensors(path, tensors, tensor_shapes(config))
+    _check_tensors(path, tensors, config)
     device, dtype = target.embed_weight.device, target.embed_weight.dtype
-    placed = {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
-    return BlockDrafter(config, _assemble(config, placed, target))
+    token_ids = _token_ids(path, config, tensors)
+    placed = {name: tensor.to(device, dtype) for name, tensor in tensors.items() if name not in _MAPS}
+    if token_ids is not None:
+        token_ids = token_ids.to(device)
+    return BlockDrafter(config, _assemble(config, placed, target, token_ids), _head(config, placed))
 
 
 def save_drafter(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write config.json and model.safetensors under `path`, tensors under z-lab's names.
+    """Write config.json and model.safetensors under `path`, tensors under the layout's names.
 
     The config must parse and the tensors must fit it, so that what is saved can be loaded.
     """
     parsed = DrafterConfig.from_dict(config)
-    _check_tensors(path, tensors, tensor_shapes(parsed))
+    _check_tensors(path, tensors, parsed)
     path.mkdir(parents=True, exist_ok=True)
     save_file(
         {name: tensor.contiguous() for name, tensor in tensors.items()},
@@ -95,21 +102,23 @@ def check_fits(config: DrafterConfig, target: TargetFacts) -> None:
     """Raise DrafterMismatch when the drafter was not made for a target of this shape or fingerprint."""
     rows = (
         ("target_fingerprint", config.target_fingerprint or target.fingerprint, target.fingerprint),
-        ("num_target_layers", config.num_target_layers, target.num_layers),
+        ("num_target_layers", config.num_target_layers or target.num_layers, target.num_layers),
         ("vocab_size", config.vocab_size, target.vocab_size),
-        ("hidden_size", config.hidden_size, target.hidden_size),  # embedding and head are shared
+        ("hidden_size", config.target_hidden_size, target.hidden_size),
     )
     for field, ours, theirs in rows:
         if ours != theirs:
             raise DrafterMismatch(field, ours, theirs, "use the drafter that was trained for this target")
+    for tap in config.tap_layer_ids:
+        check_tap(tap, target.num_layers)
 
 
 def tensor_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a checkpoint and its shape (11 per layer and 3 more)."""
+    """Every tensor that a checkpoint must have and its shape: 11 per layer, 3 more, and those of its heads."""
     hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
     q_rows, kv_rows = config.num_heads * head_dim, config.num_kv_heads * head_dim
     shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, len(config.tap_layer_ids) * hidden),
+        "fc.weight": (hidden, len(config.tap_layer_ids) * config.target_hidden_size),
         "hidden_norm.weight": (hidden,),
         "norm.weight": (hidden,),
     }
@@ -127,7 +136,35 @@ def tensor_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
             f"layers.{layer}.mlp.up_proj.weight": (inner, hidden),
             f"layers.{layer}.mlp.down_proj.weight": (hidden, inner),
         }
+    return shapes | _head_shapes(config)
+
+
+def _head_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
+    hidden, markov = config.hidden_size, config.markov
+    shapes: dict[str, tuple[int, ...]] = {}
+    if markov is not None:
+        rank = markov.rank
+        shapes["markov_head.markov_w1.weight"] = (config.vocab_size, rank)
+        shapes["markov_head.markov_w2.weight"] = (config.draft_vocab_size, rank)
+        if markov.kind == "gated":
+            shapes["markov_head.gate_proj.weight"] = (rank, hidden + rank)
+            shapes["markov_head.gate_proj.bias"] = (rank,)
+        elif markov.kind == "rnn":
+            shapes["markov_head.joint_proj.weight"] = (3 * rank, 2 * rank + hidden)
+            shapes["markov_head.joint_proj.bias"] = (3 * rank,)
+    if config.confidence is not None:
+        inputs = hidden + (markov.rank if markov is not None and config.confidence.with_markov else 0)
+        shapes["confidence_head.proj.weight"] = (1, inputs)
+        shapes["confidence_head.proj.bias"] = (1,)
     return shapes
+
+
+def _optional_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
+    """Tensors that a checkpoint may have instead of borrowing the target's."""
+    return {
+        "embed_tokens.weight": (config.vocab_size, config.hidden_size),
+        "lm_head.weight": (config.draft_vocab_size, config.hidden_size),
+    }
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
@@ -156,18 +193,21 @@ def _tensor_files(path: Path) -> list[Path]:
     return [single]
 
 
-def _check_tensors(path: Path, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _check_tensors(path: Path, tensors: Mapping[str, Tensor], config: DrafterConfig) -> None:
+    shapes, optional = tensor_shapes(config), _optional_shapes(config)
     missing = sorted(shapes.keys() - tensors.keys())
     if missing:
         raise DrafterCheckpointError(
             f"{path}: {len(missing)} of {len(shapes)} tensors missing, first {missing[0]}"
         )
-    unexpected = sorted(tensors.keys() - shapes.keys())
+    unexpected = sorted(tensors.keys() - shapes.keys() - optional.keys() - {*_MAPS, *_OF_THE_TARGET})
     if unexpected:
         raise DrafterCheckpointError(
             f"{path}: {len(unexpected)} tensors that this config.json has no place for, first {unexpected[0]}"
         )
-    for name, shape in shapes.items():
+    for name, shape in (shapes | optional).items():
+        if name not in tensors:
+            continue
         found = tuple(tensors[name].shape)
         if found != shape:
             raise DrafterCheckpointError(
@@ -177,9 +217,36 @@ def _check_tensors(path: Path, tensors: Mapping[str, Tensor], shapes: Mapping[st
             raise DrafterCheckpointError(
                 f"{path}: {name} has dtype {tensors[name].dtype}, expected floating point"
             )
+    if config.hidden_size != config.target_hidden_size:
+        for name in optional:
+            if name not in tensors:
+                raise DrafterCheckpointError(
+                    f"{path}: {name} is missing: a drafter of hidden size {config.hidden_size} cannot borrow that "
+                    f"of a target of hidden size {config.target_hidden_size}"
+                )
 
 
-def _assemble(config: DrafterConfig, tensors: Mapping[str, Tensor], target: TargetFacts) -> DraftWeights:
+def _token_ids(path: Path, config: DrafterConfig, tensors: Mapping[str, Tensor]) -> Tensor | None:
+    """The target's ids of the drafter's tokens, int64; None when the drafter knows all of them."""
+    if config.draft_vocab_size == config.vocab_size:
+        return None
+    offsets = tensors.get("d2t")
+    if offsets is None or tuple(offsets.shape) != (config.draft_vocab_size,) or offsets.is_floating_point():
+        raise DrafterCheckpointError(
+            f"{path}: a drafter of {config.draft_vocab_size} of {config.vocab_size} tokens needs an integer tensor "
+            f"d2t of that many offsets"
+        )
+    token_ids = offsets.long() + torch.arange(config.draft_vocab_size)
+    if len(token_ids.unique()) != len(token_ids) or not 0 <= int(token_ids.min()) <= int(token_ids.max()) < (
+        config.vocab_size
+    ):
+        raise DrafterCheckpointError(f"{path}: d2t does not map to distinct ids under {config.vocab_size}")
+    return token_ids
+
+
+def _assemble(
+    config: DrafterConfig, tensors: Mapping[str, Tensor], target: TargetFacts, token_ids: Tensor | None
+) -> DraftWeights:
     def layer(index: int) -> DraftLayerWeights:
         def weight(name: str) -> Tensor:
             return tensors[f"layers.{index}.{name}.weight"]
@@ -200,6 +267,50 @@ def _assemble(config: DrafterConfig, tensors: Mapping[str, Tensor], target: Targ
         hidden_norm_H=tensors["hidden_norm.weight"],
         norm_H=tensors["norm.weight"],
         layers=tuple(layer(index) for index in range(config.num_layers)),
-        embed_VH=target.embed_weight,
-        lm_head=target.lm_head or Linear(target.lm_head_weight),
+        embed_VH=_own_or(target.embed_weight, tensors.get("embed_tokens.weight")),
+        lm_head=_output_head(tensors.get("lm_head.weight"), target, token_ids),
+        token_ids=token_ids,
     )
+
+
+def _own_or(borrowed_VH: Tensor, own_VH: Tensor | None) -> Tensor:
+    """The drafter's own tensor; the target's when there is none, or when it is a copy that would only take memory."""
+    return borrowed_VH if own_VH is None or torch.equal(own_VH, borrowed_VH) else own_VH
+
+
+def _output_head(own_VH: Tensor | None, target: TargetFacts, token_ids: Tensor | None) -> Linear:
+    if token_ids is not None:
+        return Linear(target.lm_head_weight[token_ids] if own_VH is None else own_VH)
+    if own_VH is not None and not torch.equal(own_VH, target.lm_head_weight):
+        return Linear(own_VH)
+    return target.lm_head or Linear(target.lm_head_weight)
+
+
+def _head(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> DraftHead:
+    markov = _markov(config, tensors) if config.markov is not None else None
+    confidence = None
+    if config.confidence is not None:
+        confidence = ConfidenceHead(
+            weight_F=tensors["confidence_head.proj.weight"][0],
+            bias=tensors["confidence_head.proj.bias"][0],
+            w1_VR=markov.w1_VR if markov is not None and config.confidence.with_markov else None,
+        )
+    if markov is None and confidence is None:
+        return IndependentHead()
+    return DSparkHead(markov, confidence)
+
+
+def _markov(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> Markov:
+    def linear(name: str) -> Linear:
+        return Linear(tensors[f"markov_head.{name}.weight"], tensors[f"markov_head.{name}.bias"])
+
+    w1_VR = tensors["markov_head.markov_w1.weight"]
+    w2 = Linear(tensors["markov_head.markov_w2.weight"])
+    assert config.markov is not None
+    match config.markov.kind:
+        case "vanilla":
+            return VanillaMarkov(w1_VR, w2)
+        case "gated":
+            return GatedMarkov(w1_VR, w2, linear("gate_proj"))
+        case "rnn":
+            return RnnMarkov(w1_VR, w2, linear("joint_proj"))

@@ -1,47 +1,22 @@
-"""The settings of a DFlash drafter, parsed once from the z-lab dialects of config.json and then frozen.
+"""The settings of a drafter, parsed once from any dialect of config.json (`drafter.dialects`) and then frozen.
 
-Dialects: `block_size` stands at the top level in old checkpoints and inside `dflash_config` in newer ones;
-rotary settings are `rope_theta` + `rope_scaling` (old) or `rope_parameters` (new); causality of the block is
-`is_causal` at the top level or `causal` inside `dflash_config`. A feature that changes the draft model's
-mathematics and is not built here is refused by name, because ignoring it would leave the text right and only
-the acceptance low.
+A feature that changes the draft model's mathematics and is not built here is refused by name, because ignoring
+it would leave the text right and only the acceptance low.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
+from drafter.dialects import Dialect, Family, read_dialect
 from drafter.errors import DrafterConfigError
 from drafter.layers import RopeError, RopeParameters
 
-ARCHITECTURE = "DFlashDraftModel"
+MarkovKind = Literal["vanilla", "gated", "rnn"]
 
-_REFUSED_ARCHITECTURES = {
-    "DFlash2DraftModel": "DFlash 2 (dynamic convolution and candidate selector)",
-    "Qwen3DSparkModel": "DSpark (shifted slots and Markov head)",
-    "DSparkDraftModel": "DSpark (shifted slots and Markov head)",
-}
-_DFLASH_CONFIG_KEYS = frozenset(
-    {
-        "mask_token_id",
-        "target_layer_ids",
-        "block_size",
-        "causal",
-        "use_swa",
-        "swa_window_size",
-        "attention_sink_bias",
-        "use_aux_hidden_state",
-        "input_embedding_scale",
-        "output_multiplier",
-        "final_logit_softcapping",
-        "draft_vocab_size",
-        "projector_type",
-    }
-)
-# Fields that leave the mathematics alone only at these values; looked for at both levels.
+# Fields that leave the mathematics alone only at these values.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "use_swa": (None, False),
     "attention_sink_bias": (None, False),
@@ -49,21 +24,40 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "input_embedding_scale": (None, 1, 1.0),
     "output_multiplier": (None, 1, 1.0),
     "final_logit_softcapping": (None, 0, 0.0, False),
-    "projector_type": (None, "dflash"),
+    "shift_label": (None, False),
+    "pure_draft_prefix_len": (None, 0),
+    "kv_lora_rank": (None,),
     "attention_bias": (None, False),
     "mlp_bias": (None, False),
     "use_sliding_window": (None, False),
-    "markov_rank": (None, 0),
     "conv_kernel_size": (None, 0),
     "selector_rank": (None, 0),
-    "sample_from_anchor": (None, False),
     "hidden_act": (None, "silu"),
 }
 
 
 @dataclass(frozen=True, slots=True)
+class MarkovShape:
+    """A sequential head: each slot's logits get a low-rank bias that depends on the token drafted before."""
+
+    kind: MarkovKind
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class ConfidenceShape:
+    """A confidence head over a slot's hidden state, and with `with_markov` the embedding of the token before too."""
+
+    with_markov: bool
+
+
+@dataclass(frozen=True, slots=True)
 class DrafterConfig:
-    """Shape of a DFlash draft model. All attention is full, and not causal inside the block."""
+    """Shape of a block drafter. All attention is full, and not causal inside the block.
+
+    `num_target_layers` is None in dialects that do not say. `draft_vocab_size` is smaller than `vocab_size` when
+    the drafter can say only some of the target's tokens.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -76,12 +70,17 @@ class DrafterConfig:
     rope: RopeParameters
     block_size: int
     mask_token_id: int
-    tap_layer_ids: tuple[int, ...]  # 0-based target decoder layers whose outputs are read
-    num_target_layers: int
+    tap_layer_ids: tuple[int, ...]  # 0-based target decoder layers whose outputs are read, -1 the embedding's
+    num_target_layers: int | None
+    target_hidden_size: int
+    draft_vocab_size: int
     target_fingerprint: str | None = None
+    family: Family = "dflash"
     sample_from_anchor: bool = (
         False  # slot j predicts the token at anchor + j + 1 (DSpark), not at anchor + j
     )
+    markov: MarkovShape | None = None
+    confidence: ConfidenceShape | None = None
 
     @property
     def first_slot(self) -> int:
@@ -95,10 +94,8 @@ class DrafterConfig:
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> DrafterConfig:
         """Parse a drafter's config.json. Raises DrafterConfigError naming the field."""
-        nested = config.get("dflash_config")
-        if nested is not None and not isinstance(nested, Mapping):
-            raise DrafterConfigError("dflash_config", f"expected an object, got {type(nested).__name__}")
-        fields = _Fields(config, nested or {})
+        dialect = read_dialect(config)
+        fields = _Fields(dialect)
         _refuse_unsupported(fields)
         num_layers = fields.positive("num_hidden_layers")
         num_heads = fields.positive("num_attention_heads")
@@ -109,12 +106,14 @@ class DrafterConfig:
             )
         hidden_size = fields.positive("hidden_size")
         vocab_size = fields.positive("vocab_size")
-        num_target_layers = fields.positive("num_target_layers")
+        num_target_layers = _num_target_layers(fields)
         _require_full_attention(fields, num_layers)
         try:
-            rope = RopeParameters.from_config(config)
+            rope = RopeParameters.from_config(dialect.fields)
         except RopeError as error:
             raise DrafterConfigError("rope_parameters", str(error)) from error
+        sample_from_anchor = fields.flag("sample_from_anchor")
+        markov = _markov(fields, sample_from_anchor)
         return cls(
             hidden_size=hidden_size,
             intermediate_size=fields.positive("intermediate_size"),
@@ -125,24 +124,38 @@ class DrafterConfig:
             vocab_size=vocab_size,
             rms_norm_eps=fields.number("rms_norm_eps"),
             rope=rope,
-            block_size=_block_size(fields),
+            block_size=_block_size(fields, sample_from_anchor),
             mask_token_id=_mask_token_id(fields, vocab_size),
             tap_layer_ids=_tap_layer_ids(fields, num_layers, num_target_layers),
             num_target_layers=num_target_layers,
+            target_hidden_size=fields.positive("target_hidden_size", default=hidden_size),
+            draft_vocab_size=_draft_vocab_size(fields, vocab_size),
             target_fingerprint=fields.text("target_fingerprint"),
+            family=dialect.family,
+            sample_from_anchor=sample_from_anchor,
+            markov=markov,
+            confidence=_confidence(fields, markov),
         )
 
 
 class _Fields:
-    """Typed access to config.json, where a field of `dflash_config` wins over one of the top level."""
+    """Typed access to the flat fields of a config.json."""
 
-    def __init__(self, top: Mapping[str, Any], nested: Mapping[str, Any]) -> None:
-        self.top = top
-        self.nested = nested
+    def __init__(self, dialect: Dialect) -> None:
+        self.dialect = dialect
 
     def get(self, field: str) -> Any:
-        value = self.nested.get(field)
-        return self.top.get(field) if value is None else value
+        return self.dialect.fields.get(field)
+
+    def placed(self, field: str) -> str:
+        """The name of a drafting field where this dialect keeps it."""
+        return self.dialect.place + field
+
+    def flag(self, field: str) -> bool:
+        value = self.get(field)
+        if value is None or isinstance(value, bool):
+            return bool(value)
+        raise DrafterConfigError(field, f"expected true or false, got {value!r}")
 
     def positive(self, field: str, default: int | None = None) -> int:
         value = self.get(field)
@@ -177,30 +190,53 @@ def default_tap_layer_ids(num_target_layers: int, num_draft_layers: int) -> tupl
 
 
 def _refuse_unsupported(fields: _Fields) -> None:
-    for architecture in fields.top.get("architectures") or [ARCHITECTURE]:
-        if architecture != ARCHITECTURE:
-            what = _REFUSED_ARCHITECTURES.get(architecture, "not a DFlash drafter")
-            raise DrafterConfigError(
-                "architectures", f"{architecture} is not supported: {what}; use a {ARCHITECTURE} checkpoint"
-            )
-    for field in fields.nested:
-        if field not in _DFLASH_CONFIG_KEYS:
-            near = difflib.get_close_matches(field, _DFLASH_CONFIG_KEYS, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise DrafterConfigError(f"dflash_config.{field}", f"unknown field{hint}")
     for field, neutral in _NEUTRAL.items():
         if fields.get(field) not in neutral:
             raise DrafterConfigError(
                 field,
                 f"{fields.get(field)!r} is not supported; only drafters trained without it can be served",
             )
-    draft_vocab_size = fields.get("draft_vocab_size")
-    if draft_vocab_size is not None and draft_vocab_size != fields.get("vocab_size"):
+
+
+def _num_target_layers(fields: _Fields) -> int | None:
+    if fields.dialect.name == "speculators" and fields.get("num_target_layers") is None:
+        return None
+    return fields.positive("num_target_layers")
+
+
+def _draft_vocab_size(fields: _Fields, vocab_size: int) -> int:
+    size = fields.positive("draft_vocab_size", default=vocab_size)
+    if size > vocab_size:
+        raise DrafterConfigError("draft_vocab_size", f"{size} exceeds vocab_size {vocab_size}")
+    return size
+
+
+def _markov(fields: _Fields, sample_from_anchor: bool) -> MarkovShape | None:
+    rank = fields.get("markov_rank") or 0
+    if rank == 0:
+        return None
+    if fields.dialect.family == "dflash":
+        raise DrafterConfigError("markov_rank", f"{rank!r}: a DFlash drafter has no Markov head")
+    kind = fields.get("markov_head_type")
+    if kind not in get_args(MarkovKind):
         raise DrafterConfigError(
-            "draft_vocab_size",
-            f"{draft_vocab_size} differs from vocab_size {fields.get('vocab_size')}; a reduced draft "
-            "vocabulary is not supported, use a drafter over the target's whole vocabulary",
+            fields.placed("markov_head_type"), f"{kind!r} is none of {', '.join(get_args(MarkovKind))}"
         )
+    if kind == "rnn" and not sample_from_anchor:
+        raise DrafterConfigError(
+            "sample_from_anchor",
+            "an rnn head whose state starts in a slot that drafts nothing is not supported",
+        )
+    return MarkovShape(kind, fields.positive("markov_rank"))
+
+
+def _confidence(fields: _Fields, markov: MarkovShape | None) -> ConfidenceShape | None:
+    if not fields.flag("enable_confidence_head"):
+        return None
+    with_markov = fields.flag("confidence_head_with_markov")
+    if with_markov and markov is None:
+        raise DrafterConfigError(fields.placed("confidence_head_with_markov"), "needs a markov_rank above 0")
+    return ConfidenceShape(with_markov)
 
 
 def _require_full_attention(fields: _Fields, num_layers: int) -> None:
@@ -223,9 +259,9 @@ def _require_full_attention(fields: _Fields, num_layers: int) -> None:
             )
 
 
-def _block_size(fields: _Fields) -> int:
+def _block_size(fields: _Fields, sample_from_anchor: bool) -> int:
     block_size = fields.positive("block_size")
-    if block_size < 2:
+    if block_size < 2 and not sample_from_anchor:
         raise DrafterConfigError(
             "block_size", f"{block_size} drafts nothing; at least 2 is needed (anchor + 1 draft)"
         )
@@ -233,31 +269,42 @@ def _block_size(fields: _Fields) -> int:
 
 
 def _mask_token_id(fields: _Fields, vocab_size: int) -> int:
-    value = fields.get("mask_token_id")
+    field, value = fields.placed("mask_token_id"), fields.get("mask_token_id")
     if value is None:
-        raise DrafterConfigError("dflash_config.mask_token_id", "missing")
+        raise DrafterConfigError(field, "missing")
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab_size:
-        raise DrafterConfigError(
-            "dflash_config.mask_token_id", f"{value!r} is outside 0 .. vocab_size-1 = {vocab_size - 1}"
-        )
+        raise DrafterConfigError(field, f"{value!r} is outside 0 .. vocab_size-1 = {vocab_size - 1}")
     return value
 
 
-def _tap_layer_ids(fields: _Fields, num_layers: int, num_target_layers: int) -> tuple[int, ...]:
-    value = fields.get("target_layer_ids")
-    taps = default_tap_layer_ids(num_target_layers, num_layers) if value is None else tuple(value)
+def _tap_layer_ids(fields: _Fields, num_layers: int, num_target_layers: int | None) -> tuple[int, ...]:
+    field, value = fields.placed("target_layer_ids"), fields.get("target_layer_ids")
+    if value is not None:
+        taps = tuple(value)
+    elif num_target_layers is not None:
+        taps = default_tap_layer_ids(num_target_layers, num_layers)
+    else:
+        raise DrafterConfigError(field, "missing")
     if not taps:
-        raise DrafterConfigError("dflash_config.target_layer_ids", "empty")
+        raise DrafterConfigError(field, "empty")
+    first = -1 if fields.dialect.family == "dspark" else 0
     for tap in taps:
-        if isinstance(tap, bool) or not isinstance(tap, int) or not 0 <= tap < num_target_layers:
-            raise DrafterConfigError(
-                "dflash_config.target_layer_ids",
-                f"{tap!r} is outside 0 .. num_target_layers-1 = {num_target_layers - 1}",
-            )
-        if tap == num_target_layers - 1:
-            raise DrafterConfigError(
-                "dflash_config.target_layer_ids",
-                f"{tap} is the target's last layer; trainers disagree whether its tap comes before or "
-                "after the final norm, so it is refused: train with earlier taps",
-            )
+        if isinstance(tap, bool) or not isinstance(tap, int) or tap < first:
+            raise DrafterConfigError(field, f"{tap!r} is no layer: ids start at {first}")
+        if num_target_layers is not None:
+            check_tap(tap, num_target_layers, field)
     return taps
+
+
+def check_tap(tap: int, num_target_layers: int, field: str = "target_layer_ids") -> None:
+    """Raise DrafterConfigError for a tap that a target of so many layers does not have, or that is ambiguous."""
+    if tap >= num_target_layers:
+        raise DrafterConfigError(
+            field, f"{tap} is outside 0 .. num_target_layers-1 = {num_target_layers - 1}"
+        )
+    if tap == num_target_layers - 1:
+        raise DrafterConfigError(
+            field,
+            f"{tap} is the target's last layer; trainers disagree whether its tap comes before or "
+            "after the final norm, so it is refused: train with earlier taps",
+        )

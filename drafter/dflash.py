@@ -1,12 +1,17 @@
-"""A DFlash draft model: reads the target's hidden states, proposes a block of tokens in one forward pass.
+"""A block drafter: reads the target's hidden states, proposes a block of tokens in one forward pass.
 
 Life of a request, as the drafter sees it: after every target forward, `append_context` writes the keys and
 values of the newly committed tokens into the request's draft pages, so the draft context always ends where
 the target's KV ends. Then `propose` runs the block [anchor, mask, mask, ...] at positions start .. start +
 block_size - 1, where the anchor is the last token chosen and start its position. The block attends to the
 context and, not causally, to itself; its own keys and values are scratch that the next `append_context` and
-`propose` overwrite. Slot j >= 1 predicts the token at its own position; slot 0 holds the anchor and predicts
-nothing.
+`propose` overwrite. A head then chooses the tokens (`drafter.proposal`).
+
+DFlash and DSpark share this network; they differ in the head and in what a slot predicts:
+
+    position        start    start+1  start+2  ...
+    DFlash slots    anchor   mask     mask            slot j >= 1 predicts the token at its own position
+    DSpark slots    anchor   mask     mask            slot j >= 0 predicts the token at the next position
 
 The block always runs at full size, however few drafts are wanted: the model was trained on full blocks, and a
 shorter one would change the drafts that remain. Only the output head is cut to the slots asked for.
@@ -28,7 +33,7 @@ from drafter.config import DrafterConfig
 from drafter.context import ContextProjection
 from drafter.layers import RotaryTable, Rotation, rms_norm, rotate, swiglu
 from drafter.linear import Linear
-from drafter.proposal import DraftBlock, DraftChoice, DraftHead, IndependentHead, Proposal
+from drafter.proposal import DraftBlock, DraftChoice, DraftHead, IndependentHead, Proposal, WidenedChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +52,10 @@ class DraftLayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DraftWeights:
-    """A whole drafter; embedding and output head are the target's own tensors, shared, not copied."""
+    """A whole drafter. Embedding and output head are the target's own tensors, unless the checkpoint has others.
+
+    `token_ids` are the target's ids of the drafter's tokens, where the head knows only some of them.
+    """
 
     fc_HX: Tensor
     hidden_norm_H: Tensor
@@ -55,6 +63,7 @@ class DraftWeights:
     layers: Sequence[DraftLayerWeights]
     embed_VH: Tensor
     lm_head: Linear
+    token_ids: Tensor | None = None
 
 
 class BlockDrafter:
@@ -139,6 +148,8 @@ class BlockDrafter:
     ) -> Proposal:
         """Draft tokens for the K = num_draft positions that follow each anchor. Arguments as of `block`."""
         block = self.block(anchor_ids_B, positions_T, num_draft, attention, plan)
+        if self._weights.token_ids is not None:
+            choice = WidenedChoice(choice, self._weights.token_ids, self.config.vocab_size)
         return self._head.choose(block, anchor_ids_B, choice)
 
     @torch.inference_mode()

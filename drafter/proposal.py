@@ -2,7 +2,7 @@
 
 One forward pass of the drafter gives a `DraftBlock`: final hidden states and logits of every slot. A `DraftHead`
 makes a `Proposal` of it. DFlash's slots know nothing of each other, so its head chooses all tokens at once; a
-head whose slots depend on the token before (`drafter.markov`) chooses from left to right. Either asks a
+head whose slots depend on the token before (`drafter.dspark`) chooses from left to right. Either asks a
 `DraftChoice` for the tokens, which holds each request's sampling settings and positions: the same rule and noise
 as the target's, on whichever device the logits are.
 
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from drafter.choice import ChoiceRule, choose
@@ -64,6 +65,29 @@ class KeyedChoice:
         rules = [rule for rule in self.rules for _ in range(num_draft)]
         positions = [first + draft for first in self.first_positions for draft in range(num_draft)]
         return choose(logits_BKV.flatten(0, 1), rules, positions).view(num_requests, num_draft)
+
+
+@dataclass(frozen=True, slots=True)
+class WidenedChoice:
+    """A choice for a drafter that can say only some of the target's tokens: the others get no probability.
+
+    `token_ids` are the target's ids of the drafter's, int64 [draft vocabulary]; noise is keyed by the target's.
+    """
+
+    inner: DraftChoice
+    token_ids: Tensor
+    vocab_size: int
+
+    def one(self, logits_BV: Tensor, draft: int) -> Tensor:
+        return self.inner.one(self._widened(logits_BV), draft)
+
+    def all(self, logits_BKV: Tensor) -> Tensor:
+        return self.inner.all(self._widened(logits_BKV))
+
+    def _widened(self, logits: Tensor) -> Tensor:
+        wide = logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf)
+        wide[..., self.token_ids] = logits
+        return wide
 
 
 class DraftHead(Protocol):

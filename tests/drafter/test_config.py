@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from drafter.config import DrafterConfig, default_tap_layer_ids
+from drafter.config import ConfidenceShape, DrafterConfig, MarkovShape, default_tap_layer_ids
 from drafter.errors import DrafterConfigError
+from tests.drafter.conftest import TARGET_LAYERS
+from tests.drafter.dspark_checkpoints import BLOCK, RANK, deepspec, specforge, speculators
 
 
 def test_the_old_and_the_new_dialect_parse_to_the_same_config(raw_config: dict[str, Any]) -> None:
@@ -45,8 +48,11 @@ def test_absent_taps_are_spread_as_in_the_published_drafters(raw_config: dict[st
     ("change", "field", "reason"),
     [
         ({"architectures": ["DFlash2DraftModel"]}, "architectures", "DFlash 2"),
-        ({"architectures": ["Qwen3DSparkModel"]}, "architectures", "DSpark"),
-        ({"architectures": ["LlamaForCausalLM"]}, "architectures", "not a DFlash drafter"),
+        ({"architectures": ["Gemma4DSparkModel"]}, "architectures", "Gemma"),
+        ({"architectures": ["LlamaForCausalLM"]}, "architectures", "not a DFlash or DSpark drafter"),
+        ({"dspark_block_size": 5}, "dspark_block_size", "embedded"),
+        ({"speculators_model_type": "eagle3"}, "speculators_model_type", "dflash and dspark"),
+        ({"kv_lora_rank": 512}, "kv_lora_rank", "not supported"),
         (
             {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
             "layer_types[1]",
@@ -54,7 +60,7 @@ def test_absent_taps_are_spread_as_in_the_published_drafters(raw_config: dict[st
         ),
         ({"layer_types": ["full_attention"]}, "layer_types", "num_hidden_layers 3"),
         ({"is_causal": True}, "is_causal", "non-causal"),
-        ({"draft_vocab_size": 20}, "draft_vocab_size", "vocab_size 50"),
+        ({"draft_vocab_size": 51}, "draft_vocab_size", "vocab_size 50"),
         ({"attention_bias": True}, "attention_bias", "not supported"),
         ({"use_sliding_window": True}, "use_sliding_window", "not supported"),
         ({"block_size": 1}, "block_size", "at least 2"),
@@ -92,7 +98,9 @@ def test_a_bad_field_is_named_with_its_limit(
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping", "30.0"),
         ({"input_embedding_scale": 45.25}, "input_embedding_scale", "45.25"),
         ({"attention_sink_bias": True}, "attention_sink_bias", "not supported"),
-        ({"projector_type": "dspark"}, "projector_type", "dspark"),
+        ({"projector_type": "domino"}, "projector_type", "domino"),
+        ({"shift_label": True}, "shift_label", "not supported"),
+        ({"markov_rank": 4}, "markov_rank", "no Markov head"),
         ({"mask_tokn_id": 3}, "dflash_config.mask_tokn_id", "did you mean 'mask_token_id'"),
     ],
 )
@@ -102,5 +110,67 @@ def test_a_bad_nested_field_is_named_with_its_limit(
     raw_config["dflash_config"] |= change
     with pytest.raises(DrafterConfigError) as caught:
         DrafterConfig.from_dict(raw_config)
+    assert caught.value.field == field
+    assert reason in str(caught.value)
+
+
+def test_the_three_dialects_of_a_dspark_drafter_parse_to_the_same_config() -> None:
+    one, two, three = (
+        DrafterConfig.from_dict(dialect("gated")) for dialect in (deepspec, specforge, speculators)
+    )
+    assert one == two == replace(three, num_target_layers=TARGET_LAYERS)
+    assert one.family == "dspark"
+    assert one.sample_from_anchor
+    assert one.markov == MarkovShape("gated", RANK)
+    assert one.confidence == ConfidenceShape(with_markov=True)
+    assert one.tap_layer_ids == (1, 3)
+    assert one.max_draft_tokens == one.block_size == BLOCK
+
+
+def test_the_embeddings_output_is_a_tap_of_dspark_alone(raw_config: dict[str, Any]) -> None:
+    assert DrafterConfig.from_dict(deepspec(target_layer_ids=[-1, 3])).tap_layer_ids == (-1, 3)
+    assert DrafterConfig.from_dict(speculators(aux_hidden_state_layer_ids=[0, 4])).tap_layer_ids == (-1, 3)
+    raw_config["dflash_config"]["target_layer_ids"] = [-1, 3]
+    with pytest.raises(DrafterConfigError, match="ids start at 0"):
+        DrafterConfig.from_dict(raw_config)
+
+
+def test_what_speculators_leaves_out_has_qwen3s_defaults() -> None:
+    raw = speculators(draft_vocab_size=32000)
+    raw["transformer_layer_config"] = {
+        "model_type": "qwen3",
+        "num_hidden_layers": 5,
+        "num_key_value_heads": 8,
+    }
+    config = DrafterConfig.from_dict(raw)
+    assert (config.hidden_size, config.head_dim, config.intermediate_size) == (4096, 128, 22016)
+    assert (config.vocab_size, config.draft_vocab_size) == (151936, 32000)
+    assert config.num_target_layers is None
+
+
+def test_speculators_dflash_has_dflash_slots_unless_it_says_otherwise() -> None:
+    plain = {"speculators_model_type": "dflash", "architectures": ["DFlashSpeculator"], "markov_rank": None}
+    config = DrafterConfig.from_dict(speculators(**plain))
+    assert (config.family, config.first_slot, config.markov, config.confidence) == ("dflash", 1, None, None)
+    shifted = DrafterConfig.from_dict(speculators(**plain, sample_from_anchor=True))
+    assert (shifted.family, shifted.first_slot, shifted.max_draft_tokens) == ("dflash", 0, BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "reason"),
+    [
+        ({"markov_head_type": "lstm"}, "markov_head_type", "vanilla, gated, rnn"),
+        ({"markov_rank": 0}, "confidence_head_with_markov", "markov_rank above 0"),
+        ({"markov_rank": -1}, "markov_rank", "positive"),
+        ({"enable_confidence_head": 1}, "enable_confidence_head", "true or false"),
+        ({"target_layer_ids": [5]}, "target_layer_ids", "last layer"),
+        ({"target_layer_ids": [-2]}, "target_layer_ids", "start at -1"),
+        ({"mask_token_id": None}, "mask_token_id", "missing"),
+        ({"markov_head_type": "rnn", "sample_from_anchor": False}, "sample_from_anchor", "rnn"),
+    ],
+)
+def test_a_bad_field_of_a_dspark_drafter_is_named(change: dict[str, Any], field: str, reason: str) -> None:
+    with pytest.raises(DrafterConfigError) as caught:
+        DrafterConfig.from_dict(deepspec() | change)
     assert caught.value.field == field
     assert reason in str(caught.value)

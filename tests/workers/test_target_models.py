@@ -164,8 +164,11 @@ def test_taps_are_the_outputs_of_the_layers_asked_for_in_that_order(tmp_path: Pa
     tensors = random_tensors(config)
     decoder = load_decoder(write_directory(tmp_path, config, tensors), torch.float64)
     _, outputs = dense_forward(config, tensors, TOKENS)
-    taps = PagedDecoder(decoder).step({0: TOKENS}, taps=(2, 0)).taps_TX
-    torch.testing.assert_close(taps, torch.cat([outputs[2], outputs[0]], dim=-1), rtol=0, atol=1e-11)
+    taps = PagedDecoder(decoder).step({0: TOKENS}, taps=(2, -1, 0)).taps_TX
+    embedded = decoder.embed_weight[TOKENS]
+    torch.testing.assert_close(
+        taps, torch.cat([outputs[2], embedded, outputs[0]], dim=-1), rtol=0, atol=1e-11
+    )
 
 
 def test_without_taps_none_are_kept(tmp_path: Path) -> None:
@@ -177,7 +180,7 @@ def test_without_taps_none_are_kept(tmp_path: Path) -> None:
 def test_a_tap_past_the_last_layer_is_refused(tmp_path: Path) -> None:
     config = config_of("llama")
     decoder = load_decoder(write_directory(tmp_path, config, random_tensors(config)), torch.float32)
-    with pytest.raises(ValueError, match=r"tap layer 3 is outside 0 \.\. 2"):
+    with pytest.raises(ValueError, match=r"tap layer 3 is outside -1 \.\. 2"):
         PagedDecoder(decoder).step({0: [1]}, taps=(3,))
 
 

@@ -94,16 +94,16 @@ class Decoder:
         """Run one step and write its keys and values.
 
         token_ids_T, positions_T: integer [T], in the order the plan was made for. Tap id i is the output of
-        decoder layer i before the final norm (Hugging Face's hidden_states[i + 1]); taps are joined in the
-        order asked for. Raises ValueError for a tap outside 0 .. num_layers - 1.
+        decoder layer i before the final norm (Hugging Face's hidden_states[i + 1]), -1 the embedding's; taps are
+        joined in the order asked for. Raises ValueError for a tap outside -1 .. num_layers - 1.
         """
         for tap in tap_layer_ids:
-            if not 0 <= tap < self.config.num_layers:
-                raise ValueError(f"tap layer {tap} is outside 0 .. {self.config.num_layers - 1}")
+            if not -1 <= tap < self.config.num_layers:
+                raise ValueError(f"tap layer {tap} is outside -1 .. {self.config.num_layers - 1}")
         eps = self.config.rms_norm_eps
         rotation = self._rotary.at(positions_T)
         hidden = F.embedding(token_ids_T, self.embed_weight)
-        tapped: dict[int, Tensor] = {}
+        tapped: dict[int, Tensor] = {-1: hidden}
         for index, layer in enumerate(self._layers):
             mixed = self._attention(index, rms_norm(hidden, layer.input_norm, eps), rotation, attention, plan)
             hidden = hidden + mixed
