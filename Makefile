@@ -16,7 +16,7 @@ PROTOS := $(wildcard proto/cluster/rpc/v1/*.proto)
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help setup demo test check format lint types contracts protos stubs stubs-check unit parity soak chaos bench clean
+.PHONY: help setup demo test check format lint types contracts protos stubs stubs-check unit parity soak test-gpu chaos bench bench-gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -98,6 +98,12 @@ parity: $(PARITY_STAMP)  ## compare with transformers and the reference drafter 
 
 soak: setup  ## ten thousand histories of a pair, twenty deaths over NIXL (minutes)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -m soak --hypothesis-show-statistics
+
+test-gpu:  ## the tests that need CUDA devices; PYTHON is the interpreter of an environment with torch for CUDA
+	@$(PYTHON) -m pytest tests -m gpu
+
+bench-gpu:  ## every GPU figure beside its limit: JSON and a PNG per figure into OUT (default bench-gpu); PYTHON as above
+	@$(PYTHON) -m tests.bench.gpu.suite $(if $(OUT),--out $(OUT))
 
 chaos: setup  ## steady requests while workers are killed, stopped and drained (some minutes)
 	@$(BIN)/python -m tests.faults.chaos --requests 300
