@@ -37,7 +37,8 @@ class AnswerRequest:
     """One request as a client asked it; nothing is checked yet. None means that the client named no value.
 
     `client_id` is the client's own name for it: for `Cancel` and for logs, never used between gateway and workers.
-    `cache_salt`: cached prefixes are shared only among requests of the same salt.
+    `cache_salt`: cached prefixes are shared only among requests of the same salt. `traceparent`: the trace that the
+    request belongs to, as its client said it.
     """
 
     prompt: Prompt
@@ -54,6 +55,7 @@ class AnswerRequest:
     logprobs: int | None = None
     draft_tokens: int | None = None
     cache_salt: str = ""
+    traceparent: str = ""
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ _LAZY_COMMANDS = {
     "eval": ("cluster.commands:eval_command", "Measure acceptance length and speed in several modes."),
     "demo": ("cluster.commands:demo_command", "Start a split cluster, answer 8 prompts, print the table."),
     "plan": ("cluster.plan_command:plan_command", "Say what a pair's KV costs, and whether it starts."),
+    "trace": ("cluster.trace_command:trace_command", "Draw the timeline of one request."),
     "submit": ("cluster.submit_command:submit_command", "Serve as a job of a Ray cluster that runs already."),
 }
 

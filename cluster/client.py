@@ -118,6 +118,12 @@ class Client:
         )
         return state
 
+    def timeline(self, request_id: str = "", timeout_s: float = 10.0) -> admin_pb2.GetTimelineResponse:
+        """What was done when for a request of late; the latest without an id. Raises RequestError when unknown."""
+        request = admin_pb2.GetTimelineRequest(request_id=request_id)
+        told: admin_pb2.GetTimelineResponse = self._ask(self._admin.GetTimeline, request, timeout_s)
+        return told
+
     def drain(self, worker: str, timeout_s: float = 10.0) -> admin_pb2.Worker:
         """Send this worker no new requests; the running ones finish. Raises RequestError for an unknown worker."""
         request = admin_pb2.DrainRequest(worker=worker)
@@ -192,6 +198,12 @@ class AsyncClient:
             self._admin.GetClusterState, admin_pb2.GetClusterStateRequest(), timeout_s
         )
         return state
+
+    async def timeline(self, request_id: str = "", timeout_s: float = 10.0) -> admin_pb2.GetTimelineResponse:
+        """What was done when for a request of late; the latest without an id. Raises RequestError when unknown."""
+        request = admin_pb2.GetTimelineRequest(request_id=request_id)
+        told: admin_pb2.GetTimelineResponse = await self._ask(self._admin.GetTimeline, request, timeout_s)
+        return told
 
     async def drain(self, worker: str, timeout_s: float = 10.0) -> admin_pb2.Worker:
         """Send this worker no new requests; the running ones finish. Raises RequestError for an unknown worker."""

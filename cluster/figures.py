@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from cluster.answers import Route, Usage
+from cluster.timeline import RunRecord
+from cluster.tracing import NO_TRACE, RequestTrace
+from kvmanager.ids import RequestId
 from workers.request import RequestStats
 
 _log = logging.getLogger("cluster.requests")
@@ -76,14 +79,30 @@ class RequestRecord:
     client_id: str
     route: Route
     started_s: float
-    request_id: str = ""
-    transfer_id: str = ""
+    trace: RequestTrace = NO_TRACE
     workers: tuple[str, ...] = ()
+    runs: list[RunRecord] = field(default_factory=list)
     first_chunk_s: float | None = None
     last_chunk_s: float = 0.0
     outcome: str = DISCONNECTED  # until something else ends it
     error: str = ""
     usage: Usage | None = None
+    ended_s: float | None = None
+
+    def run_begins(self, request_id: RequestId, now_s: float) -> RunRecord:
+        run = RunRecord(request_id, now_s)
+        self.runs.append(run)
+        return run
+
+    def ids(self) -> dict[str, object]:
+        """Every name that the request goes by, as fields of a log line; those of its latest run."""
+        run = self.runs[-1] if self.runs else None
+        named = {
+            "request_id": self.client_id,
+            "internal_id": run.request_id if run is not None else "",
+            "transfer_id": run.transfer_id if run is not None else "",
+        }
+        return {name: value for name, value in named.items() if value}
 
 
 class GatewayFigures:
@@ -128,6 +147,7 @@ class GatewayFigures:
 
     def ended(self, record: RequestRecord, now_s: float) -> None:
         """The record's last word."""
+        record.ended_s = now_s
         self.outcomes[record.outcome] += 1
         usage = record.usage
         if usage is None:
@@ -157,9 +177,7 @@ def log_request(record: RequestRecord) -> None:
     if not _log.isEnabledFor(logging.INFO):
         return
     said: dict[str, object] = {
-        "request_id": record.client_id,
-        "internal_id": record.request_id,
-        "transfer_id": record.transfer_id,
+        **record.ids(),
         "route": record.route,
         "workers": ",".join(record.workers),
         "outcome": record.outcome,

@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -53,8 +54,11 @@ from cluster.link import LinkState, LinkTimes, WorkerAddress, WorkerLink
 from cluster.live import LiveRequest
 from cluster.membership import LinkNews, Membership, facts_of
 from cluster.readiness import Progress, stalled
+from cluster.recall import recall
 from cluster.replay import Runs
 from cluster.routing import ANY_ERRAND, Errand, NoRoute, choose_aggregated, choose_split, prefix_of
+from cluster.timeline import MAX_RECORDS, Timeline
+from cluster.tracing import NoTracing, Tracing, traceparent_of
 from cluster.worker_client import WorkerUnreachable
 from kvmanager.ids import RequestId
 from workers.errors import NotHeld, TransferBroke, WorkerRefused
@@ -121,6 +125,7 @@ class Gateway:
         *,
         new_id: Callable[[], str],
         new_seed: Callable[[], int],
+        tracing: Tracing | None = None,
     ) -> None:
         self.settings = settings
         self.figures = GatewayFigures(settings.slo_ttft_s, settings.slo_itl_s)
@@ -136,6 +141,8 @@ class Gateway:
             LinkNews(frame=self._on_frame, lost=self._on_lost, figures=self._on_figures),
         )
         self._live: dict[RequestId, LiveRequest] = {}
+        self._records: deque[RequestRecord] = deque(maxlen=MAX_RECORDS)  # latest last
+        self._tracing = tracing if tracing is not None else NoTracing()
         self._holds = Holds()
         self._num_admitted = 0
         self._empty = asyncio.Event()
@@ -249,6 +256,13 @@ class Gateway:
             _log.warning("worker %s is %s", worker, "draining" if draining else "taken back")
         return link
 
+    async def timeline(self, request_id: str) -> Timeline:
+        """What is known of a request of this id, a client's or ours; of the latest one when it is empty.
+
+        Raises UnknownRequest.
+        """
+        return await recall(request_id, self._records, self._membership.links)
+
     async def refresh(self) -> None:
         """Take every attached worker's figures now; one that does not answer keeps its old ones."""
         ready = [link for link in self.links if link.state is LinkState.READY]
@@ -318,10 +332,12 @@ class Gateway:
         started_s = time.monotonic()
         deadline_s = asyncio.get_running_loop().time() + timeout_s if timeout_s is not None else None
         route = route or self.settings.route
-        record = RequestRecord(request.client_id, route, started_s)
+        trace = self._tracing.begin(traceparent_of(request.traceparent))
+        record = RequestRecord(request.client_id, route, started_s, trace)
         try:
             with self._admission():
                 prompt_token_ids, sampling = await self._intake.take(request, self.limits(route))
+                self._records.append(record)
                 runs = Runs(prompt_token_ids, sampling, self.settings.max_replays)
                 now_s = asyncio.get_running_loop().time()
                 asked = _Asked(route, request.cache_salt, deadline_s, now_s, held)
@@ -334,9 +350,10 @@ class Gateway:
                             self.figures.chunk(record, time.monotonic())
                             yield chunk
                     except RequestError as error:
+                        live.run.error = error.message
                         runs.broke(error, live.blamed)
                         self.figures.replayed(error.reason)
-                        _log.warning("request %s runs again: %s", live.request_id, error.message)
+                        _log.warning("a request runs again: %s", error.message, extra=record.ids())
                         assembler.resume()
                     finally:
                         self._finish(live, assembler)
@@ -360,6 +377,7 @@ class Gateway:
         finally:
             self.figures.ended(record, time.monotonic())
             log_request(record)
+            trace.ended(record)
 
     @contextlib.contextmanager
     def _admission(self) -> Iterator[None]:
@@ -393,6 +411,7 @@ class Gateway:
     def _finish(self, live: LiveRequest, assembler: Assembler) -> None:
         """The run is over for whoever reads the answer. `_retire` is about what workers still hold of it."""
         del self._live[live.request_id]
+        live.run.end(time.monotonic())
         ended_well = assembler.worker_done and assembler.reason is not None
         self._spawn(self._retire(live, ended_well))
 
@@ -464,7 +483,7 @@ class Gateway:
                     age_s=asyncio.get_running_loop().time() - asked.since_s if run.again else 0.0,
                 )
             )
-            live.record.transfer_id = reservation.transfer_id
+            live.run.transfer_id = reservation.transfer_id
             called = contexts[0]
             live.hold(called)
             ttl_s = self._ttl_s(asked.deadline_s)  # waiting for the reservation has used some of it
@@ -504,7 +523,8 @@ class Gateway:
         try:
             await link.client.ship(work)
         except NotHeld as gone:
-            _log.warning("request %s: %s; its prompt is computed again", work.request_id, gone)
+            ids = {"internal_id": work.request_id, "transfer_id": work.reservation.transfer_id}
+            _log.warning("%s; the prompt is computed again", gone, extra=ids)
             return False
         return True
 

@@ -14,6 +14,7 @@ from workers.tokenizer import TokenizerError
 
 # Tokenizing a longer text takes milliseconds, in which every other stream would stand still.
 INLINE_TEXT_CHARACTERS = 4096
+MAX_ID_CHARACTERS = 1024
 
 
 class Tokenizer(Protocol):
@@ -39,6 +40,12 @@ class Intake:
         self, request: AnswerRequest, limits: ModelLimits
     ) -> tuple[tuple[int, ...], SamplingParams]:
         """Raises InvalidArgument or UnknownModel, naming field and limit."""
+        if len(request.client_id) > MAX_ID_CHARACTERS:
+            raise InvalidArgument(
+                f"request_id has {len(request.client_id)} characters, at most {MAX_ID_CHARACTERS} are kept",
+                field="request_id",
+                limit=MAX_ID_CHARACTERS,
+            )
         check_model(request, limits)
         check_prompt_given(request)
         prompt_token_ids = await self._tokenize(request.prompt)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
 from cluster.errors import RequestError, from_worker
 from cluster.figures import RequestRecord
@@ -22,7 +23,6 @@ class LiveRequest:
     """
 
     def __init__(self, request_id: RequestId, client_id: str, record: RequestRecord) -> None:
-        record.request_id = request_id
         self.record = record
         self.request_id = request_id
         self.client_id = client_id
@@ -32,6 +32,8 @@ class LiveRequest:
         self.blamed: tuple[str, ...] = ()  # workers that may have caused the failure
         self.legs: asyncio.Task[None] | None = None
         self.landed = False  # tokens came: the decoding worker has all it needs of the context worker
+        self.run = record.run_begins(request_id, time.monotonic())
+        self._trace = record.trace.run_begins(record)
         self._outputs: list[RequestOutput] = []
         self._wake = asyncio.Event()
 
@@ -51,11 +53,12 @@ class LiveRequest:
         """Whatever else went wrong on the way must end the request too, or it would wait for ever."""
         error = None if legs.cancelled() else legs.exception()
         if isinstance(error, Exception):
-            _log.error("request %s failed on its way", self.request_id, exc_info=error)
+            _log.error("a request failed on its way", exc_info=error, extra=self.record.ids())
             self.fail(from_worker(error, self.client_id))
 
     def cancel(self) -> None:
         self.cancel_asked = True
+        _log.debug("a request is cancelled by its id", extra=self.record.ids())
         self._wake.set()
 
     async def outputs(self, deadline_s: float | None) -> list[RequestOutput]:
@@ -72,8 +75,15 @@ class LiveRequest:
     def hold(self, link: WorkerLink) -> None:
         self.holders.append(link)
         link.live.add(self.request_id)
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("a request goes to %s", link.worker.name, extra=self.record.ids())
+        self.run.leg_begins(link.worker.name, link.worker.role, time.monotonic())
+        if self._trace:
+            link.client.traces[self.request_id] = self._trace
 
     def let_go(self, link: WorkerLink) -> None:
         if link in self.holders:
             self.holders.remove(link)
             link.live.discard(self.request_id)
+            self.run.leg_ends(link.worker.name, time.monotonic())
+            link.client.traces.pop(self.request_id, None)

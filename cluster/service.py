@@ -10,6 +10,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
 import grpc
@@ -19,13 +20,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
-from cluster.answers import AnswerChunk
+from cluster import tracing
+from cluster.answers import AnswerChunk, AnswerRequest
 from cluster.convert import chunk_to_proto, end_to_proto, request_from_proto, worker_to_proto
 from cluster.errors import InvalidArgument, RequestError, WorkerFailed, to_status
 from cluster.gateway import Gateway
 from cluster.link import WorkerLink
 from cluster.rpc.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from cluster.security import TlsFiles, TokenFile, Unauthenticated
+from cluster.timeline_messages import timeline_to_proto
 from cluster.version import VERSION
 
 _log = logging.getLogger(__name__)
@@ -54,7 +57,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         if request is _NO_MESSAGE:
             await context.abort_with_status(_NO_MESSAGE_STATUS)
-        asked = self._gateway.named(request_from_proto(request))
+        asked = self._gateway.named(traced(request_from_proto(request), context))
         events = self._gateway.generate(asked, timeout_s=context.time_remaining())
         try:
             async with contextlib.aclosing(events):
@@ -67,7 +70,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             failure = error
         except Exception as error:
             # The boundary of the process: the client gets an answer, the log the traceback.
-            _log.exception("request %r failed", asked.client_id)
+            _log.exception("a request failed", extra={"request_id": asked.client_id})
             failure = WorkerFailed(f"the gateway failed: {type(error).__name__}: {error}")
         else:
             return
@@ -94,6 +97,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             eos_token_ids=limits.eos_token_ids,
             dtype=limits.dtype,
         )
+
+
+def traced(request: AnswerRequest, context: Context) -> AnswerRequest:
+    """The request with the trace that its caller's metadata name."""
+    for key, value in context.invocation_metadata() or ():
+        if key == tracing.HEADER and isinstance(value, str):
+            return replace(request, traceparent=value)
+    return request
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
@@ -128,6 +139,15 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     ) -> admin_pb2.ListWorkersResponse:
         await self._gateway.refresh()
         return admin_pb2.ListWorkersResponse(workers=workers_to_proto(self._gateway))
+
+    async def GetTimeline(
+        self, request: admin_pb2.GetTimelineRequest, context: Context
+    ) -> admin_pb2.GetTimelineResponse:
+        try:
+            return timeline_to_proto(await self._gateway.timeline(request.request_id))
+        except RequestError as error:
+            await context.abort_with_status(to_status(error))
+            raise
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:
         return admin_pb2.DrainResponse(worker=await self._drain(request.worker, True, context))

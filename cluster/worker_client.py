@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 import msgspec
 
+from cluster import tracing
 from cluster import worker_messages as wire
 from cluster.worker_messages import (
     Call,
@@ -17,6 +18,8 @@ from cluster.worker_messages import (
     DisconnectRequest,
     DrainWork,
     Empty,
+    TimelineAnswer,
+    TimelineRequest,
 )
 from kvmanager.ids import RequestId, WorkerEpoch
 from workers.errors import Refusal
@@ -62,7 +65,8 @@ class WorkerClient:
 
     def __init__(self, address: str, gateway: str) -> None:
         self.address = address
-        self._metadata = ((wire.GATEWAY_KEY, gateway),)
+        self._metadata: tuple[tuple[str, str], ...] = ((wire.GATEWAY_KEY, gateway),)
+        self.traces: dict[RequestId, str] = {}  # what calls about these requests carry along
         self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
 
     async def close(self) -> None:
@@ -95,6 +99,9 @@ class WorkerClient:
     async def ship(self, request: ShipRequest, timeout_s: float | None = None) -> Prefilled:
         return await self._ask(wire.SHIP, request, timeout_s)
 
+    async def timeline(self, request_id: RequestId, timeout_s: float) -> TimelineAnswer:
+        return await self._ask(wire.TIMELINE, TimelineRequest(request_id), timeout_s)
+
     async def cancel(self, request_id: RequestId, timeout_s: float) -> None:
         await self._ask(wire.CANCEL, CancelWork(request_id), timeout_s)
 
@@ -117,9 +124,12 @@ class WorkerClient:
             stream.cancel()
 
     async def _ask(self, call: Call[Asked, Answered], message: Asked, timeout_s: float | None) -> Answered:
+        metadata = self._metadata
+        if self.traces and (trace := self.traces.get(getattr(message, "request_id", RequestId("")))):
+            metadata = (*metadata, (tracing.HEADER, trace))
         try:
             data = await self._channel.unary_unary(call.path)(
-                call.encode(message), metadata=self._metadata, timeout=timeout_s
+                call.encode(message), metadata=metadata, timeout=timeout_s
             )
             return call.decode_answered(data)
         except grpc.aio.AioRpcError as error:

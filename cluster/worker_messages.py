@@ -25,6 +25,7 @@ from workers.request import (
     WorkerFacts,
     WorkerStats,
 )
+from workers.timeline import RequestTimeline
 
 SERVICE: Final = "slipstream.worker.v1.Worker"
 GATEWAY_KEY: Final = "slipstream-gateway"
@@ -70,6 +71,19 @@ class DrainWork(msgspec.Struct, frozen=True):
     draining: bool
 
 
+class TimelineRequest(msgspec.Struct, frozen=True):
+    """What has this worker done for the request, and when?"""
+
+    request_id: RequestId
+
+
+class TimelineAnswer(msgspec.Struct, frozen=True):
+    """`clock_s` is the worker's clock at its answer; the timeline's times are that clock's. None: nothing is known."""
+
+    clock_s: float
+    timeline: RequestTimeline | None
+
+
 class Call(Generic[Asked, Answered]):
     """One RPC: its path and the codecs of both messages."""
 
@@ -99,6 +113,7 @@ RESERVE: Final = Call("Reserve", ReserveRequest, Reservation)
 PREFILL: Final = Call("Prefill", PrefillRequest, Prefilled)
 HOLD: Final = Call("Hold", HoldRequest, Held)
 SHIP: Final = Call("Ship", ShipRequest, Prefilled)
+TIMELINE: Final = Call("Timeline", TimelineRequest, TimelineAnswer)
 CANCEL: Final = Call("Cancel", CancelWork, Empty)
 DRAIN: Final = Call("Drain", DrainWork, Empty)
 # The stream's first frame is empty: it says that the worker knows the gateway from now on.

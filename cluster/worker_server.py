@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -21,7 +22,10 @@ import grpc
 import grpc.aio
 import msgspec
 
+from cluster import tracing
 from cluster import worker_messages as wire
+from cluster.observer import Observer
+from cluster.tracing import WorkerTracing
 from cluster.worker_messages import (
     Call,
     CancelWork,
@@ -30,6 +34,8 @@ from cluster.worker_messages import (
     DisconnectRequest,
     DrainWork,
     Empty,
+    TimelineAnswer,
+    TimelineRequest,
 )
 from kvmanager.ids import RequestId, WorkerEpoch
 from workers.errors import EngineFailed, InvalidRequest, NotAttached, WorkerRefused
@@ -47,6 +53,7 @@ from workers.request import (
     WorkerFacts,
     WorkerStats,
 )
+from workers.timeline import Timelines
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +71,7 @@ class Host(Protocol):
     """What a worker process serves; `workers.host.EngineHost` is one."""
 
     facts: WorkerFacts
+    timelines: Timelines
 
     def start(self) -> None: ...
 
@@ -117,8 +125,10 @@ class _Outbox:
 class WorkerServer:
     """Serves one host. Create, `start` and `stop` it on one event loop."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, tracing: WorkerTracing | None = None) -> None:
         self._host = host
+        self._observer = Observer(host.facts.role, tracing)
+        host.timelines.on_over = self._observer.ended
         self._server: grpc.aio.Server | None = None
         self._outboxes: dict[str, _Outbox] = {}
         self._owners: dict[RequestId, _Outbox] = {}
@@ -153,11 +163,12 @@ class WorkerServer:
             wire.STATS.name: _unary(wire.STATS, self._stats),
             wire.CONNECT.name: _unary(wire.CONNECT, self._connect),
             wire.DISCONNECT.name: _unary(wire.DISCONNECT, self._disconnect),
-            wire.SUBMIT.name: _unary(wire.SUBMIT, self._submit),
-            wire.RESERVE.name: _unary(wire.RESERVE, self._reserve),
-            wire.PREFILL.name: _unary(wire.PREFILL, self._prefill),
-            wire.HOLD.name: _unary(wire.HOLD, self._hold),
-            wire.SHIP.name: _unary(wire.SHIP, self._ship),
+            wire.SUBMIT.name: _unary(wire.SUBMIT, self._submit, self._came),
+            wire.RESERVE.name: _unary(wire.RESERVE, self._reserve, self._came),
+            wire.PREFILL.name: _unary(wire.PREFILL, self._prefill, self._came),
+            wire.HOLD.name: _unary(wire.HOLD, self._hold, self._came),
+            wire.SHIP.name: _unary(wire.SHIP, self._ship, self._came),
+            wire.TIMELINE.name: _unary(wire.TIMELINE, self._timeline),
             wire.CANCEL.name: _unary(wire.CANCEL, self._cancel),
             wire.DRAIN.name: _unary(wire.DRAIN, self._drain),
             wire.ATTACH.name: grpc.unary_stream_rpc_method_handler(self._attach),
@@ -204,6 +215,10 @@ class WorkerServer:
     async def _ship(self, request: ShipRequest, gateway: str) -> Prefilled:
         return await self._host.ship(request)
 
+    async def _timeline(self, request: TimelineRequest, gateway: str) -> TimelineAnswer:
+        timeline = self._host.timelines.of(request.request_id)
+        return TimelineAnswer(time.monotonic(), timeline)
+
     async def _cancel(self, request: CancelWork, gateway: str) -> Empty:
         self._host.cancel(request.request_id)
         return Empty()
@@ -213,7 +228,7 @@ class WorkerServer:
         return Empty()
 
     async def _attach(self, data: bytes, context: Context) -> AsyncIterator[bytes]:
-        gateway = _gateway_of(context)
+        gateway = _said(context, wire.GATEWAY_KEY)
         outbox = _Outbox()
         earlier = self._outboxes.get(gateway)
         if earlier is not None:
@@ -235,6 +250,11 @@ class WorkerServer:
         for request_id in orphans:
             del self._owners[request_id]
             self._host.cancel(request_id)
+
+    def _came(self, call: str, asked: Any, traceparent: str) -> None:
+        reservation = getattr(asked, "reservation", None)
+        transfer_id = reservation.transfer_id if reservation is not None else ""
+        self._observer.came(call, asked.request_id, traceparent, transfer_id)
 
     def _own(self, request_id: RequestId, gateway: str) -> None:
         outbox = self._outboxes.get(gateway)
@@ -275,24 +295,35 @@ def _call_soon(
         loop.call_soon_threadsafe(function, frame)
 
 
-def _gateway_of(context: Context) -> str:
+def _said(context: Context, wanted: str) -> str:
+    """The value of a metadata key; empty without it."""
     for key, value in context.invocation_metadata() or ():
-        if key == wire.GATEWAY_KEY:
+        if key == wanted:
             return value if isinstance(value, str) else value.decode()
     return ""
 
 
-def _unary(call: Call[Asked, Answered], handle: Callable[[Asked, str], Awaitable[Answered]]) -> Handler:
+def _unary(
+    call: Call[Asked, Answered],
+    handle: Callable[[Asked, str], Awaitable[Answered]],
+    came: Callable[[str, Asked, str], None] | None = None,
+) -> Handler:
+    """`came` is told of calls that bring a request, with the trace that it belongs to."""
+
     async def serve(data: bytes, context: Context) -> bytes:
+        asked: Asked | None = None
         try:
-            return call.encode(await handle(call.decode_asked(data), _gateway_of(context)))
+            asked = call.decode_asked(data)
+            if came is not None:
+                came(call.name, asked, _said(context, tracing.HEADER))
+            return call.encode(await handle(asked, _said(context, wire.GATEWAY_KEY)))
         except WorkerRefused as refused:
             refusal = refused
         except msgspec.MsgspecError as error:
             refusal = InvalidRequest(f"{call.name}: {error}")
         except Exception as error:
             # The boundary of the process: whatever broke, the caller gets an answer and the log the traceback.
-            _log.exception("%s failed", call.name)
+            _log.exception("%s failed", call.name, extra={"internal_id": getattr(asked, "request_id", "")})
             refusal = EngineFailed(f"{type(error).__name__}: {error}")
         await _refuse(context, refusal)
         raise AssertionError("abort returned")

@@ -19,6 +19,7 @@ from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
+from cluster import tracing
 from cluster.answers import AnswerChunk, AnswerEnd, AnswerEvent
 from cluster.errors import InvalidArgument, RequestError, WorkerFailed
 from cluster.gateway import Gateway
@@ -33,6 +34,7 @@ _log = logging.getLogger(__name__)
 MAX_BODY_BYTES = 32 * 1024 * 1024  # a prompt of a million token ids is 8 MB of JSON
 TIMEOUT_HEADER = b"x-request-timeout-s"
 REQUEST_ID_HEADER = b"x-request-id"
+TRACE_HEADER = tracing.HEADER.encode()
 _JSON = (b"content-type", b"application/json")
 _STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -59,6 +61,8 @@ class Answering:
         try:
             data = await _read(receive)
             asked = self._read(data, request_id)
+            if traceparent := headers.get(TRACE_HEADER):
+                asked = asked.traced(traceparent.decode("latin-1"))
             timeout_s = _timeout_s(headers.get(TIMEOUT_HEADER))
             model = self._gateway.limits().model
         except _ClientGone:
@@ -92,7 +96,7 @@ class Answering:
             await response.fail(failure_of(error, self._dialect))
         except Exception as error:
             # The boundary of the process: the client gets an answer, the log the traceback.
-            _log.exception("request %r failed", response.request_id)
+            _log.exception("a request failed", extra={"request_id": response.request_id})
             failed = WorkerFailed(f"the gateway failed: {type(error).__name__}: {error}")
             await response.fail(failure_of(failed, self._dialect))
 

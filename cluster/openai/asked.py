@@ -39,6 +39,12 @@ class Asked:
     usage_at_end: bool = False
     usage_in_chunks: bool = False
 
+    def traced(self, traceparent: str) -> Asked:
+        """The same within a trace of the client's."""
+        return replace(
+            self, requests=tuple(replace(request, traceparent=traceparent) for request in self.requests)
+        )
+
 
 def completion_asked(body: CompletionBody, client_id: str) -> Asked:
     """Raises InvalidArgument."""

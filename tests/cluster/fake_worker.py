@@ -49,6 +49,7 @@ from workers.request import (
     WorkerFacts,
     WorkerStats,
 )
+from workers.timeline import Timelines
 
 EOS = 0
 VOCAB_SIZE = 256
@@ -102,6 +103,7 @@ class FakeHost:
     stats_change: dict[str, Any] = field(default_factory=dict)  # figures that `stats` reports instead
 
     def __post_init__(self) -> None:
+        self.timelines = Timelines()
         self.epoch = WorkerEpoch(uuid.uuid4().hex)
         self.peers[self.epoch] = self
         self.facts = WorkerFacts(
@@ -163,6 +165,7 @@ class FakeHost:
         self._refuse()
         self.reserved.append(request)
         self._add(request.request_id, (), request.sampling, request.cache_salt, landed=False)
+        self.timelines.granted(request.request_id, TransferId(request.request_id), time.monotonic())
         pages = (PageId(1),)
         return Reservation(
             transfer_id=TransferId(request.request_id),
@@ -176,6 +179,8 @@ class FakeHost:
             raise PeerUnknown("connect first")
         if self.prefill_refusal is not None:
             raise self.prefill_refusal
+        began_s, transfer = time.monotonic(), request.reservation.transfer_id
+        self.timelines.asked(request.request_id, began_s, transfer)
         self.seen.append(request.request_id)
         self.prefilled.append(request)
         self.salts.append(request.cache_salt)
@@ -185,6 +190,9 @@ class FakeHost:
                 raise RequestCancelled("cancelled on the context worker")
         peer = self.peers[request.reservation.generation_epoch]
         peer.land(request.request_id, request.prompt_token_ids)
+        positions = range(len(request.prompt_token_ids))
+        self.timelines.computed(request.request_id, positions, began_s, time.monotonic())
+        self.timelines.over(request.request_id, "shipped", time.monotonic())
         return Prefilled(
             first_token=request.prompt_token_ids[0], prompt_tokens_computed=len(request.prompt_token_ids)
         )
@@ -279,6 +287,7 @@ class FakeHost:
         *,
         landed: bool,
     ) -> None:
+        self.timelines.asked(request_id, time.monotonic())
         self.seen.append(request_id)
         self.salts.append(salt)
         self.samplings.append(sampling)
@@ -292,6 +301,7 @@ class FakeHost:
             outputs = [] if self.hold.is_set() else self._step()
             if outputs and self._sink is not None:
                 self._sink(TokenFrame(tuple(outputs)))
+            self.timelines.stepped(outputs, time.monotonic())
             time.sleep(self.step_s)
 
     def _step(self) -> list[RequestOutput]:
@@ -344,6 +354,7 @@ class FakeHost:
         if job is not None and self._sink is not None:
             output = RequestOutput(request_id=request_id, finish_reason="cancelled", stats=_stats(job))
             self._sink(TokenFrame((output,)))
+            self.timelines.stepped([output], time.monotonic())
 
 
 def continuation(before: int, position: int, seed: int) -> int:

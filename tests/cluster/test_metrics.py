@@ -18,7 +18,7 @@ from cluster.errors import RequestError
 from cluster.figures import Histogram
 from cluster.logs import JsonFormatter, TextFormatter
 from cluster.metrics import Metrics
-from tests.cluster.conftest import FakeCluster, StartCluster
+from tests.cluster.conftest import FakeCluster, Peers, StartCluster
 from tests.cluster.fake_worker import FakeHost
 from tests.cluster.prometheus_lint import findings
 from transceiver.wire import TerminalState
@@ -164,6 +164,46 @@ async def test_every_request_leaves_one_log_line_with_its_ids(
     assert (answered["output_tokens"], answered["acceptance_length"]) == (7, 2.0)
     assert (refused["request_id"], refused["outcome"]) == ("wrong", "invalid_argument")
     assert "temperature is -1" in refused["error"]
+
+
+async def test_every_line_of_a_requests_life_names_it_in_gateway_and_workers(
+    start_cluster: StartCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One whose first worker fails, one that is cancelled by its id."""
+    peers: Peers = {}
+    hosts = [
+        FakeHost("context", peers),
+        FakeHost("generation", peers, error_after=1),
+        FakeHost("generation", peers),
+    ]
+    cluster = await start_cluster(*hosts)
+    with caplog.at_level(logging.DEBUG, "cluster"):
+        while not hosts[1].seen:
+            await cluster.client.complete("abc", max_tokens=7, client_id="mine")
+        hosts[2].hold.set()
+        hosts[0].hold.set()
+        asking = asyncio.create_task(cluster.client.complete("abc", max_tokens=7, client_id="yours"))
+        while not await cluster.client.cancel("yours"):
+            await asyncio.sleep(0.005)
+        hosts[0].hold.clear()
+        hosts[2].hold.clear()
+        await asking
+        await cluster.settle()
+    lines = [json.loads(JsonFormatter().format(record)) for record in caplog.records]
+    of_requests = [line for line in lines if line["logger"] not in ("cluster.link", "cluster.membership")]
+    assert len(of_requests) > 10
+    assert all("internal_id" in line for line in of_requests)
+    by_logger = {line["logger"] for line in of_requests}
+    assert by_logger >= {"cluster.gateway", "cluster.live", "cluster.requests", "cluster.worker_requests"}
+    (again,) = [line for line in of_requests if line["message"].startswith("a request runs again")]
+    assert again["request_id"] == "mine"
+    assert again["transfer_id"] == again["internal_id"]  # what a fake worker names it
+    worker = [line for line in of_requests if line["message"] == "request ended at the worker"]
+    assert {line["role"] for line in worker} == {"context", "generation"}
+    assert {"shipped", "the engine broke", "length"} <= {line["outcome"] for line in worker}
+    assert any(line.get("transfer_bytes_target", 0) > 0 and "decode_s" in line for line in worker)
+    known = {line["internal_id"] for line in of_requests if "request_id" in line}
+    assert {line["internal_id"] for line in worker} <= known, "a worker's line is found by its gateway's"
 
 
 def test_log_lines_carry_their_facts_in_both_formats() -> None:

@@ -174,3 +174,72 @@ class Worker(_message.Message):
     transfers_cancelled: int
     transfers_expired: int
     def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., epoch: _Optional[str] = ..., model: _Optional[str] = ..., dtype: _Optional[str] = ..., transport: _Optional[str] = ..., max_batch: _Optional[int] = ..., page_size: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., slots_in_use: _Optional[int] = ..., draft_slots_in_use: _Optional[int] = ..., target_pages_in_use: _Optional[int] = ..., target_pages: _Optional[int] = ..., draft_pages_in_use: _Optional[int] = ..., draft_pages: _Optional[int] = ..., leases: _Optional[int] = ..., transfers: _Optional[int] = ..., steps: _Optional[int] = ..., decode_steps: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., acceptance_length: _Optional[float] = ..., prompt_tokens_computed: _Optional[int] = ..., kv_bytes_target: _Optional[int] = ..., kv_bytes_draft: _Optional[int] = ..., transfers_done: _Optional[int] = ..., transfers_failed: _Optional[int] = ..., requests_finished: _Optional[int] = ..., last_progress_age_s: _Optional[float] = ..., age_s: _Optional[float] = ..., live_requests: _Optional[int] = ..., accepted_by_position: _Optional[_Iterable[int]] = ..., drafted_by_position: _Optional[_Iterable[int]] = ..., acceptance_length_recent: _Optional[float] = ..., cached_pages: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., transfers_cancelled: _Optional[int] = ..., transfers_expired: _Optional[int] = ...) -> None: ...
+
+class GetTimelineRequest(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class GetTimelineResponse(_message.Message):
+    __slots__ = ("request_id", "route", "outcome", "error", "arrived_unix_s", "total_s", "first_token_s", "internal_ids", "transfer_ids", "spans", "steps")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ROUTE_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    ARRIVED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_S_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    INTERNAL_IDS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_IDS_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    route: str
+    outcome: str
+    error: str
+    arrived_unix_s: float
+    total_s: float
+    first_token_s: float
+    internal_ids: _containers.RepeatedScalarFieldContainer[str]
+    transfer_ids: _containers.RepeatedScalarFieldContainer[str]
+    spans: _containers.RepeatedCompositeFieldContainer[TimelineSpan]
+    steps: _containers.RepeatedCompositeFieldContainer[TimelineStep]
+    def __init__(self, request_id: _Optional[str] = ..., route: _Optional[str] = ..., outcome: _Optional[str] = ..., error: _Optional[str] = ..., arrived_unix_s: _Optional[float] = ..., total_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., internal_ids: _Optional[_Iterable[str]] = ..., transfer_ids: _Optional[_Iterable[str]] = ..., spans: _Optional[_Iterable[_Union[TimelineSpan, _Mapping]]] = ..., steps: _Optional[_Iterable[_Union[TimelineStep, _Mapping]]] = ...) -> None: ...
+
+class TimelineSpan(_message.Message):
+    __slots__ = ("where", "name", "run", "began_s", "ended_s", "counts", "detail")
+    class CountsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    WHERE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    BEGAN_S_FIELD_NUMBER: _ClassVar[int]
+    ENDED_S_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    where: str
+    name: str
+    run: int
+    began_s: float
+    ended_s: float
+    counts: _containers.ScalarMap[str, int]
+    detail: str
+    def __init__(self, where: _Optional[str] = ..., name: _Optional[str] = ..., run: _Optional[int] = ..., began_s: _Optional[float] = ..., ended_s: _Optional[float] = ..., counts: _Optional[_Mapping[str, int]] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class TimelineStep(_message.Message):
+    __slots__ = ("where", "run", "at_s", "tokens")
+    WHERE_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    AT_S_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    where: str
+    run: int
+    at_s: float
+    tokens: int
+    def __init__(self, where: _Optional[str] = ..., run: _Optional[int] = ..., at_s: _Optional[float] = ..., tokens: _Optional[int] = ...) -> None: ...

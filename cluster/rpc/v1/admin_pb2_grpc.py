@@ -54,6 +54,11 @@ class AdminStub(object):
                 request_serializer=cluster_dot_rpc_dot_v1_dot_admin__pb2.UndrainRequest.SerializeToString,
                 response_deserializer=cluster_dot_rpc_dot_v1_dot_admin__pb2.UndrainResponse.FromString,
                 _registered_method=True)
+        self.GetTimeline = channel.unary_unary(
+                '/cluster.rpc.v1.Admin/GetTimeline',
+                request_serializer=cluster_dot_rpc_dot_v1_dot_admin__pb2.GetTimelineRequest.SerializeToString,
+                response_deserializer=cluster_dot_rpc_dot_v1_dot_admin__pb2.GetTimelineResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -87,6 +92,14 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTimeline(self, request, context):
+        """One of the latest requests in times: what the gateway and each worker did for it. A request under way is told as far
+        as it got. NOT_FOUND: no request of this id, or none lately.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -109,6 +122,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Undrain,
                     request_deserializer=cluster_dot_rpc_dot_v1_dot_admin__pb2.UndrainRequest.FromString,
                     response_serializer=cluster_dot_rpc_dot_v1_dot_admin__pb2.UndrainResponse.SerializeToString,
+            ),
+            'GetTimeline': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTimeline,
+                    request_deserializer=cluster_dot_rpc_dot_v1_dot_admin__pb2.GetTimelineRequest.FromString,
+                    response_serializer=cluster_dot_rpc_dot_v1_dot_admin__pb2.GetTimelineResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -219,6 +237,33 @@ class Admin(object):
             '/cluster.rpc.v1.Admin/Undrain',
             cluster_dot_rpc_dot_v1_dot_admin__pb2.UndrainRequest.SerializeToString,
             cluster_dot_rpc_dot_v1_dot_admin__pb2.UndrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTimeline(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cluster.rpc.v1.Admin/GetTimeline',
+            cluster_dot_rpc_dot_v1_dot_admin__pb2.GetTimelineRequest.SerializeToString,
+            cluster_dot_rpc_dot_v1_dot_admin__pb2.GetTimelineResponse.FromString,
             options,
             channel_credentials,
             insecure,

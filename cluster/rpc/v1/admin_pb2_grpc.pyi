@@ -40,6 +40,10 @@ class AdminStub:
     """
     Undrain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UndrainRequest, _admin_pb2.UndrainResponse]
     """Takes it back. Idempotent."""
+    GetTimeline: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetTimelineRequest, _admin_pb2.GetTimelineResponse]
+    """One of the latest requests in times: what the gateway and each worker did for it. A request under way is told as far
+    as it got. NOT_FOUND: no request of this id, or none lately.
+    """
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -53,6 +57,10 @@ class AdminAsyncStub(AdminStub):
     """
     Undrain: _aio.UnaryUnaryMultiCallable[_admin_pb2.UndrainRequest, _admin_pb2.UndrainResponse]  # type: ignore[assignment]
     """Takes it back. Idempotent."""
+    GetTimeline: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetTimelineRequest, _admin_pb2.GetTimelineResponse]  # type: ignore[assignment]
+    """One of the latest requests in times: what the gateway and each worker did for it. A request under way is told as far
+    as it got. NOT_FOUND: no request of this id, or none lately.
+    """
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -87,5 +95,15 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.UndrainResponse, _abc.Awaitable[_admin_pb2.UndrainResponse]]:
         """Takes it back. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def GetTimeline(
+        self,
+        request: _admin_pb2.GetTimelineRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.GetTimelineResponse, _abc.Awaitable[_admin_pb2.GetTimelineResponse]]:
+        """One of the latest requests in times: what the gateway and each worker did for it. A request under way is told as far
+        as it got. NOT_FOUND: no request of this id, or none lately.
+        """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,78 @@
+"""Where a request's trace begins and ends, for whichever tracer there is; most often there is none.
+
+    client's traceparent ──begin──▶ request ──run_begins──▶ traceparent for the workers of the run ──▶ ... ──ended──▶
+
+A traceparent (W3C Trace Context, level 1) is passed on even when this gateway makes no spans of its own: workers that
+do join the client's trace then. `cluster.otel` implements these protocols with OpenTelemetry; nothing here imports it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Protocol
+
+from workers.timeline import RequestTimeline
+
+if TYPE_CHECKING:
+    from cluster.figures import RequestRecord
+
+HEADER = "traceparent"
+MAX_CHARACTERS = 256  # later versions may say more behind what is known today
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
+
+
+def traceparent_of(value: str) -> str:
+    """The value itself when it is a valid traceparent, else nothing: a broken header starts a new trace."""
+    found = _TRACEPARENT.fullmatch(value.strip()) if len(value) <= MAX_CHARACTERS else None
+    if found is None or (value.startswith("00") and found.group(1)):
+        return ""
+    return value.strip()
+
+
+class RequestTrace(Protocol):
+    """The trace of one request at its gateway."""
+
+    def run_begins(self, record: RequestRecord) -> str:
+        """The latest run of the record has begun. Returns what its workers are told, empty for no trace."""
+        ...
+
+    def ended(self, record: RequestRecord) -> None:
+        """The request is over."""
+        ...
+
+
+class Tracing(Protocol):
+    """Makes the traces of one gateway."""
+
+    def begin(self, traceparent: str) -> RequestTrace:
+        """A request arrived; `traceparent` is valid or empty."""
+        ...
+
+
+class WorkerTracing(Protocol):
+    """Makes the spans of one worker, when a request has ended there."""
+
+    def ended(self, timeline: RequestTimeline, traceparent: str) -> None: ...
+
+
+class _PassedOn:
+    """A trace of somebody else's."""
+
+    def __init__(self, traceparent: str) -> None:
+        self._traceparent = traceparent
+
+    def run_begins(self, record: RequestRecord) -> str:
+        return self._traceparent
+
+    def ended(self, record: RequestRecord) -> None:
+        pass
+
+
+NO_TRACE: RequestTrace = _PassedOn("")
+
+
+class NoTracing:
+    """Makes no spans."""
+
+    def begin(self, traceparent: str) -> RequestTrace:
+        return _PassedOn(traceparent) if traceparent else NO_TRACE
