@@ -10,6 +10,8 @@ from workers.request import RequestStats, TokenLogprob
 
 AnswerReason = Literal["stop", "length", "cancelled"]
 Route = Literal["split", "aggregated"]
+Path = Literal["none", "shipped", "local", "aggregated"]
+"""Where a prompt was computed: nowhere, on a context worker, on the generation worker, or by the one worker."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ class AnswerRequest:
 
     `client_id` is the client's own name for it: for `Cancel` and for logs, never used between gateway and workers.
     `cache_salt`: cached prefixes are shared only among requests of the same salt. `traceparent`: the trace that the
-    request belongs to, as its client said it.
+    request belongs to, as its client said it. `conversation_id`: requests that name the same one are kept on the same
+    workers, where that can be; see `cluster.conversations` for those that name none.
     """
 
     prompt: Prompt
@@ -56,6 +59,7 @@ class AnswerRequest:
     draft_tokens: int | None = None
     cache_salt: str = ""
     traceparent: str = ""
+    conversation_id: str = ""
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,7 @@ class Options(TypedDict, total=False):
     logprobs: int | None
     draft_tokens: int | None
     cache_salt: str
+    conversation_id: str
 
 
 class Client:

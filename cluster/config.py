@@ -18,6 +18,7 @@ import msgspec
 from cluster.access import Access, TokenFileError, read_tokens
 from cluster.logs import LogFormat, LogLevel
 from cluster.placement import PlacementConfig
+from cluster.routing import WithoutContext
 from kvmanager.layout import DraftKv, PoolLayout
 from transceiver.wire import Verify
 from workers.config import (
@@ -52,6 +53,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     among the workers, or takes what `placement` reserves on other machines. `listen` is the gRPC door, `http` the
     OpenAI door, `metrics` a port for operators alone; an empty address is no door. Tokens and TLS guard the first two.
     `admission` "grow" lets generation workers take in more requests than their pools could finish at once.
+    `local_prefill_tokens` is how much of a prompt a generation worker may compute itself instead of having it shipped;
+    `without_context` "local" lets it compute any prompt while there is no context worker.
     """
 
     pair: str = "smollm2"
@@ -83,6 +86,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     draft_tokens: DraftPolicy | int = "adaptive"
     num_threads: int | None = None
 
+    local_prefill_tokens: int = 0
+    without_context: WithoutContext = "refuse"
     max_live_requests: int = 1024
     max_replays: int = 3
     admission_ttl_s: float = 120.0
@@ -119,7 +124,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         ):
             if not getattr(self, field) > 0:
                 raise ValueError(f"{field} must be positive, got {getattr(self, field)}")
-        for field in ("min_al", "max_replays"):
+        for field in ("min_al", "max_replays", "local_prefill_tokens"):
             if getattr(self, field) < 0:
                 raise ValueError(f"{field} must not be negative, got {getattr(self, field)}")
         if bool(self.tls_cert_file) != bool(self.tls_key_file):

@@ -55,13 +55,17 @@ def request_from_proto(message: inference_pb2.GenerateRequest) -> AnswerRequest:
         logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
         draft_tokens=sampling.draft_tokens if sampling.HasField("draft_tokens") else None,
         cache_salt=message.cache_salt,
+        conversation_id=message.conversation_id,
     )
 
 
 def request_to_proto(request: AnswerRequest) -> inference_pb2.GenerateRequest:
     """The message of a request. Raises ValueError when a number does not fit its field."""
     message = inference_pb2.GenerateRequest(
-        request_id=request.client_id, model=request.model, cache_salt=request.cache_salt
+        request_id=request.client_id,
+        model=request.model,
+        cache_salt=request.cache_salt,
+        conversation_id=request.conversation_id,
     )
     match request.prompt:
         case TextPrompt(text=text):

@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from cluster.answers import Route, Usage
+from cluster.answers import Path, Route, Usage
 from cluster.timeline import RunRecord
 from cluster.tracing import NO_TRACE, RequestTrace
 from kvmanager.ids import RequestId
@@ -82,6 +82,7 @@ class RequestRecord:
     trace: RequestTrace = NO_TRACE
     workers: tuple[str, ...] = ()
     runs: list[RunRecord] = field(default_factory=list)
+    path: Path = "none"  # of the latest run
     first_chunk_s: float | None = None
     last_chunk_s: float = 0.0
     outcome: str = DISCONNECTED  # until something else ends it
@@ -109,7 +110,7 @@ class GatewayFigures:
     """Sums since the gateway's start. `slo_*` say which answers count as good."""
 
     def __init__(self, slo_ttft_s: float, slo_itl_s: float) -> None:
-        self.outcomes: dict[str, int] = defaultdict(int)
+        self.outcomes: dict[tuple[str, Path], int] = defaultdict(int)
         self.num_within_slo = 0
         self.replays: dict[str, int] = defaultdict(int)
         self.prompt_tokens = 0
@@ -125,12 +126,15 @@ class GatewayFigures:
 
     @property
     def finished(self) -> int:
-        return sum(count for outcome, count in self.outcomes.items() if outcome in FINISHED)
+        return self._ended_in(FINISHED)
 
     @property
     def failed(self) -> int:
         """Requests that ended in an error; a client that left got none."""
-        return sum(self.outcomes.values()) - self.finished - self.outcomes.get(DISCONNECTED, 0)
+        return sum(self.outcomes.values()) - self._ended_in({*FINISHED, DISCONNECTED})
+
+    def _ended_in(self, outcomes: Collection[str]) -> int:
+        return sum(count for (outcome, _), count in self.outcomes.items() if outcome in outcomes)
 
     def chunk(self, record: RequestRecord, now_s: float) -> None:
         """Tokens of `record` go out."""
@@ -148,7 +152,7 @@ class GatewayFigures:
     def ended(self, record: RequestRecord, now_s: float) -> None:
         """The record's last word."""
         record.ended_s = now_s
-        self.outcomes[record.outcome] += 1
+        self.outcomes[record.outcome, record.path] += 1
         usage = record.usage
         if usage is None:
             return
@@ -179,6 +183,7 @@ def log_request(record: RequestRecord) -> None:
     said: dict[str, object] = {
         **record.ids(),
         "route": record.route,
+        "path": record.path,
         "workers": ",".join(record.workers),
         "outcome": record.outcome,
         "error": record.error,

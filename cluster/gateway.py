@@ -37,6 +37,7 @@ from cluster.answers import (
     Usage,
 )
 from cluster.assemble import Assembler
+from cluster.conversations import Conversations, Turn, turn_of
 from cluster.errors import (
     ClusterFull,
     DeadlineOver,
@@ -56,13 +57,14 @@ from cluster.membership import LinkNews, Membership, facts_of
 from cluster.readiness import Progress, stalled
 from cluster.recall import recall
 from cluster.replay import Runs
-from cluster.routing import ANY_ERRAND, Errand, NoRoute, choose_aggregated, choose_split, prefix_of
+from cluster.routing import ANY_ERRAND, Errand, NoRoute, WithoutContext, choose, prefix_of
 from cluster.timeline import MAX_RECORDS, Timeline
 from cluster.tracing import NoTracing, Tracing, traceparent_of
 from cluster.worker_client import WorkerUnreachable
 from kvmanager.ids import RequestId
 from workers.errors import NotHeld, TransferBroke, WorkerRefused
 from workers.request import (
+    ComputedHere,
     HoldRequest,
     PrefillRequest,
     ReserveRequest,
@@ -88,10 +90,14 @@ class GatewaySettings:
     A decoding worker that runs requests and makes no progress for `stall_limit_s` makes the gateway unready. One whose
     acceptance length over `al_window_s` falls under `min_al` raises the alarm. An answer is good when its first token
     came within `slo_ttft_s` and the others took at most `slo_itl_s` each. A request whose workers fail runs again on
-    others, at most `max_replays` times.
+    others, at most `max_replays` times. A generation worker computes a prompt itself when at most
+    `local_prefill_tokens` of it are not in its prefix cache, and any prompt when there is no context worker and
+    `without_context` is "local"; otherwise such requests are refused.
     """
 
     route: Route = "split"
+    local_prefill_tokens: int = 0
+    without_context: WithoutContext = "refuse"
     max_live_requests: int = 1024
     admission_ttl_s: float = 120.0
     max_replays: int = 3
@@ -109,6 +115,8 @@ class _Asked:
 
     route: Route
     salt: str
+    prefix: bytes
+    turn: Turn
     deadline_s: float | None
     since_s: float
     held: HeldPrompt | None = None
@@ -133,6 +141,7 @@ class Gateway:
         self.started_s = time.monotonic()
         self.tokenizer = tokenizer
         self._intake = Intake(tokenizer, new_seed)
+        self._conversations = Conversations()
         self._new_id = new_id
         self._membership = Membership(
             workers,
@@ -339,8 +348,18 @@ class Gateway:
                 prompt_token_ids, sampling = await self._intake.take(request, self.limits(route))
                 self._records.append(record)
                 runs = Runs(prompt_token_ids, sampling, self.settings.max_replays)
-                now_s = asyncio.get_running_loop().time()
-                asked = _Asked(route, request.cache_salt, deadline_s, now_s, held)
+                turn = turn_of(request)
+                asked = _Asked(
+                    route=route,
+                    salt=request.cache_salt,
+                    prefix=turn.key
+                    if request.conversation_id
+                    else prefix_of(prompt_token_ids, request.cache_salt),
+                    turn=turn,
+                    deadline_s=deadline_s,
+                    since_s=asyncio.get_running_loop().time(),
+                    held=held,
+                )
                 assembler = Assembler(self.tokenizer.decode, request.stop, sampling.max_tokens)
                 while assembler.reason is None:
                     live = LiveRequest(RequestId(self._new_id()), request.client_id, record)
@@ -366,6 +385,7 @@ class Gateway:
                     total_time_s=now_s - started_s,
                 )
                 record.outcome = assembler.reason
+                self._remember(turn, record)
                 yield AnswerEnd(assembler.reason, record.usage, assembler.tail, assembler.stop)
         except RequestError as error:
             record.outcome, record.error = error.code.lower(), error.message
@@ -430,11 +450,13 @@ class Gateway:
                 if worker.role != "context" or (worker.name, worker.epoch) == (held.worker, held.epoch)
             ]
         try:
-            if route == "aggregated":
-                names = [choose_aggregated(snapshots, errand).worker]
-            else:
-                split = choose_split(snapshots, self._membership.paired, errand)
-                names = [split.generation, split.context]
+            names = choose(
+                route,
+                snapshots,
+                self._membership.paired,
+                errand,
+                without_context=self.settings.without_context if held is None else "refuse",
+            )
         except NoRoute as error:
             raise NoWorkerReady(str(error), retry_after_s=RETRY_AFTER_S) from error
         return [self._membership.links[name] for name in names]
@@ -446,7 +468,8 @@ class Gateway:
         try:
             errand = Errand(
                 num_tokens=len(prompt) + sampling.max_tokens,
-                prefix=prefix_of(prompt, asked.salt),
+                prefix=asked.prefix,
+                home=self._home(asked.turn),
                 avoid=runs.avoid,
             )
             held = None if run.again else asked.held
@@ -458,9 +481,10 @@ class Gateway:
                 held, links = None, self._choose(asked.route, errand)
             decoding, *contexts = links
             live.record.workers = tuple(link.worker.name for link in links)
+            live.record.path = asked.route if asked.route == "aggregated" else "shipped"
             live.hold(decoding)
             called = decoding
-            if not contexts:
+            if asked.route == "aggregated":
                 await decoding.client.submit(
                     SubmitRequest(
                         request_id=live.request_id,
@@ -471,7 +495,8 @@ class Gateway:
                 )
                 return
             ttl_s = self._ttl_s(asked.deadline_s)
-            reservation = await decoding.client.reserve(
+            facts = contexts[0].facts if contexts else None
+            admitted = await decoding.client.reserve(
                 ReserveRequest(
                     request_id=live.request_id,
                     num_prompt_tokens=len(prompt),
@@ -479,11 +504,16 @@ class Gateway:
                     sampling=sampling,
                     ttl_s=ttl_s,
                     cache_salt=asked.salt,
-                    position_multiple=facts.page_size if (facts := contexts[0].facts) is not None else 1,
+                    position_multiple=facts.page_size if facts is not None else 1,
                     age_s=asyncio.get_running_loop().time() - asked.since_s if run.again else 0.0,
+                    local_prefill_tokens=self._local_prefill_tokens(len(prompt), contexts, held),
                 )
             )
-            live.run.transfer_id = reservation.transfer_id
+            if isinstance(admitted, ComputedHere):
+                live.record.path = "local"
+                live.record.workers = (decoding.worker.name,)
+                return
+            live.run.transfer_id = admitted.transfer_id
             called = contexts[0]
             live.hold(called)
             ttl_s = self._ttl_s(asked.deadline_s)  # waiting for the reservation has used some of it
@@ -493,7 +523,7 @@ class Gateway:
                     request_id=live.request_id,
                     held_id=held.held_id,
                     num_prompt_tokens=len(prompt),
-                    reservation=reservation,
+                    reservation=admitted,
                     ttl_s=ttl_s,
                 ),
             )
@@ -503,7 +533,7 @@ class Gateway:
                         request_id=live.request_id,
                         prompt_token_ids=prompt,
                         sampling=sampling,
-                        reservation=reservation,
+                        reservation=admitted,
                         ttl_s=ttl_s,
                         cache_salt=asked.salt,
                     )
@@ -518,6 +548,13 @@ class Gateway:
                 blamed = live.record.workers if either or called is None else (called.worker.name,)
                 live.fail(from_worker(error, live.client_id), *blamed)
 
+    def _local_prefill_tokens(
+        self, num_prompt_tokens: int, contexts: list[WorkerLink], held: HeldPrompt | None
+    ) -> int:
+        if not contexts:
+            return num_prompt_tokens
+        return self.settings.local_prefill_tokens if held is None else 0
+
     async def _ship(self, link: WorkerLink, work: ShipRequest) -> bool:
         """Ship what the worker holds; False when it holds it no longer. Raises as any call to a worker."""
         try:
@@ -527,6 +564,19 @@ class Gateway:
             _log.warning("%s; the prompt is computed again", gone, extra=ids)
             return False
         return True
+
+    def _home(self, turn: Turn) -> str:
+        """The worker that has the conversation's KV, if it still is the same incarnation."""
+        known = self._conversations.home(turn)
+        link = self._membership.links.get(known[0]) if known is not None else None
+        if known is None or link is None or link.facts is None or link.facts.epoch != known[1]:
+            return ""
+        return link.worker.name
+
+    def _remember(self, turn: Turn, record: RequestRecord) -> None:
+        link = self._membership.links.get(record.workers[0]) if record.workers else None
+        if link is not None and link.facts is not None:
+            self._conversations.decoded(turn, link.worker.name, link.facts.epoch)
 
     def _ttl_s(self, deadline_s: float | None) -> float:
         """What a leg may take: deadlines do not cross a process, remaining seconds do."""

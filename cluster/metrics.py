@@ -58,11 +58,12 @@ class _GatewayCollector(Collector):
         yield info
         requests = CounterMetricFamily(
             "slipstream_requests",
-            "Requests by how they ended: stop, length, cancelled, disconnected, or the error's code",
-            labels=("outcome",),
+            "Requests by how they ended (stop, length, cancelled, disconnected, or the error's code) and where their "
+            "prompts were computed (shipped from a context worker, local on a generation worker, aggregated, none)",
+            labels=("outcome", "path"),
         )
-        for outcome, count in figures.outcomes.items():
-            requests.add_metric((outcome,), count)
+        for ended, count in figures.outcomes.items():
+            requests.add_metric(ended, count)
         yield requests
         replays = CounterMetricFamily(
             "slipstream_replays",
@@ -211,7 +212,7 @@ _COUNTERS = (
     ),
     (
         "prompt_tokens_computed",
-        "Prompt tokens that the worker computed: 0 on generation workers, or a split has failed",
+        "Prompt tokens that the worker computed; on generation workers those of requests on the local path",
         "prompt_tokens_computed",
     ),
     (

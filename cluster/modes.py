@@ -88,5 +88,8 @@ class EvaluationCluster:
             max_seq_len=self.max_seq_len,
             draft_tokens=self.draft_tokens,
             num_threads=os.cpu_count() or 1,
-            prefix_cache=False,  # modes are compared by what every one of them computes and ships itself
+            # Modes are compared by what every one of them computes and ships itself.
+            prefix_cache=False,
+            local_prefill_tokens=0,
+            without_context="refuse",
         )

@@ -5,10 +5,12 @@ requests it holds (known without delay). Only ready workers are chosen, and a co
 generation worker it has shaken hands with. Workers that broke an earlier run of the request come last.
 
 A generation worker holds a request for most of its life: the first choice is one that has room for it now, then the
-least loaded. A context worker holds it for its prompt alone, but may know the beginning of that prompt already: of
-all workers the same one is asked for prompts that begin alike, unless it is busier than another by `AFFINITY_SLACK`
-requests. Who that is depends on the worker's name and the prompt (rendezvous hashing), so workers that come and go
-move only the prompts that were theirs, and several gateways agree without talking.
+least loaded. The next turn of a conversation goes where the last one was decoded, because the KV of prompt and answer
+is there and nowhere else (see `cluster.conversations`). A context worker holds a request for its prompt alone, but may
+know the beginning of that prompt already: of all workers the same one is asked for prompts that begin alike, or that
+name the same conversation. Who that is depends on the worker's name and the prompt (rendezvous hashing), so workers
+that come and go move only the prompts that were theirs, and several gateways agree without talking. Either kind of
+attachment gives way when its worker is busier than another by `AFFINITY_SLACK` requests.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
+from cluster.answers import Route
 from kvmanager.ids import WorkerEpoch
 from workers.request import Role
 
@@ -67,10 +71,14 @@ class WorkerSnapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class Errand:
-    """What the choice depends on. `num_tokens`: prompt and answer at most. `prefix`: see `prefix_of`."""
+    """What the choice depends on. `num_tokens`: prompt and answer at most. `prefix`: see `prefix_of`.
+
+    `home` names the generation worker that decoded the conversation's last turn; empty when there is none.
+    """
 
     num_tokens: int = 0
     prefix: bytes = b""
+    home: str = ""
     avoid: frozenset[str] = frozenset()
 
 
@@ -89,11 +97,50 @@ class AggregatedRoute:
     worker: str
 
 
+@dataclass(frozen=True)
+class LocalRoute:
+    """Name of the generation worker that computes the prompt itself."""
+
+    generation: str
+
+
 class NoRoute(Exception):
     """No worker, or no pair of workers, can take the request; the message says which role is missing."""
 
 
+class NoContextWorker(NoRoute):
+    """There are generation workers, but no context worker that can ship to one."""
+
+
 ANY_ERRAND = Errand()
+
+
+WithoutContext = Literal["refuse", "local"]
+"""What becomes of requests while no context worker can take them."""
+
+
+def choose(
+    route: Route,
+    workers: Iterable[WorkerSnapshot],
+    paired: frozenset[tuple[WorkerEpoch, WorkerEpoch]],
+    errand: Errand = ANY_ERRAND,
+    *,
+    without_context: WithoutContext = "refuse",
+) -> tuple[str, ...]:
+    """Names of the workers of the route, the decoding one first; it stands alone when it computes the prompt too.
+
+    Raises NoRoute.
+    """
+    workers = list(workers)
+    if route == "aggregated":
+        return (choose_aggregated(workers, errand).worker,)
+    try:
+        split = choose_split(workers, paired, errand)
+    except NoContextWorker:
+        if without_context == "refuse":
+            raise
+        return (choose_local(workers, errand).generation,)
+    return (split.generation, split.context)
 
 
 def prefix_of(token_ids: Sequence[int], salt: str) -> bytes:
@@ -116,27 +163,49 @@ def choose_split(
     paired: frozenset[tuple[WorkerEpoch, WorkerEpoch]],
     errand: Errand = ANY_ERRAND,
 ) -> SplitRoute:
-    """The least loaded generation worker that has room, and the best context worker that can ship to it.
+    """The best generation worker for the errand, and the best context worker that can ship to it.
 
     `paired` holds (context epoch, generation epoch) of completed handshakes. The generation worker is chosen first,
-    because it holds the request for most of its life. Raises NoRoute.
+    because it holds the request for most of its life. Raises NoRoute, and NoContextWorker when generation workers alone
+    could take it.
     """
     workers = list(workers)
-    ready = [worker for worker in workers if worker.open]
-    contexts = [worker for worker in ready if worker.role == "context"]
-    generations = [worker for worker in ready if worker.role == "generation"]
-    sides: tuple[tuple[Role, list[WorkerSnapshot]], ...] = (
-        ("context", contexts),
-        ("generation", generations),
-    )
-    for role, found in sides:
-        if not found:
-            raise NoRoute(_missing(role, workers))
-    for generation in sorted(generations, key=lambda worker: _decoding_order(worker, errand)):
+    generations = _generations(workers)
+    contexts = [worker for worker in workers if worker.open and worker.role == "context"]
+    if not contexts:
+        raise NoContextWorker(_missing("context", workers))
+    for generation in _in_order(generations, errand):
         partners = [context for context in contexts if (context.epoch, generation.epoch) in paired]
         if partners:
             return SplitRoute(_context_for(partners, errand).name, generation.name)
-    raise NoRoute("no context worker has completed its handshake with a generation worker")
+    raise NoContextWorker("no context worker has completed its handshake with a generation worker")
+
+
+def choose_local(workers: Iterable[WorkerSnapshot], errand: Errand = ANY_ERRAND) -> LocalRoute:
+    """The best generation worker for the errand, whatever context workers there are. Raises NoRoute."""
+    return LocalRoute(_in_order(_generations(list(workers)), errand)[0].name)
+
+
+def _generations(workers: list[WorkerSnapshot]) -> list[WorkerSnapshot]:
+    found = [worker for worker in workers if worker.open and worker.role == "generation"]
+    if not found:
+        raise NoRoute(_missing("generation", workers))
+    return found
+
+
+def _in_order(generations: list[WorkerSnapshot], errand: Errand) -> list[WorkerSnapshot]:
+    """The best first: the conversation's home while it has room and is hardly busier than others, then by load."""
+    order = sorted(generations, key=lambda worker: _decoding_order(worker, errand))
+    best = order[0]
+    for worker in order:
+        if (
+            worker.name == errand.home
+            and worker.name not in errand.avoid
+            and (worker.has_room(errand.num_tokens) or not best.has_room(errand.num_tokens))
+            and worker.load <= min(other.load for other in order) + AFFINITY_SLACK
+        ):
+            return [worker, *(other for other in order if other is not worker)]
+    return order
 
 
 def _context_for(partners: list[WorkerSnapshot], errand: Errand) -> WorkerSnapshot:

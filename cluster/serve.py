@@ -42,6 +42,8 @@ def make_gateway(config: ClusterConfig, workers: Sequence[WorkerAddress], tokeni
     """A gateway for these workers, not started yet."""
     settings = GatewaySettings(
         route=config.mode,
+        local_prefill_tokens=config.local_prefill_tokens,
+        without_context=config.without_context,
         max_live_requests=config.max_live_requests,
         admission_ttl_s=config.admission_ttl_s,
         max_replays=config.max_replays,

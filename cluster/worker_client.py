@@ -24,11 +24,11 @@ from cluster.worker_messages import (
 from kvmanager.ids import RequestId, WorkerEpoch
 from workers.errors import Refusal
 from workers.request import (
+    Admitted,
     Held,
     HoldRequest,
     Prefilled,
     PrefillRequest,
-    Reservation,
     ReserveRequest,
     ShipRequest,
     SubmitRequest,
@@ -87,8 +87,8 @@ class WorkerClient:
     async def submit(self, request: SubmitRequest, timeout_s: float | None = None) -> None:
         await self._ask(wire.SUBMIT, request, timeout_s)
 
-    async def reserve(self, request: ReserveRequest, timeout_s: float | None = None) -> Reservation:
-        return await self._ask(wire.RESERVE, request, timeout_s)
+    async def reserve(self, request: ReserveRequest, timeout_s: float | None = None) -> Admitted:
+        return (await self._ask(wire.RESERVE, request, timeout_s)).admitted
 
     async def prefill(self, request: PrefillRequest, timeout_s: float | None = None) -> Prefilled:
         return await self._ask(wire.PREFILL, request, timeout_s)

@@ -13,11 +13,11 @@ import msgspec
 
 from kvmanager.ids import RequestId, WorkerEpoch
 from workers.request import (
+    Admitted,
     Held,
     HoldRequest,
     Prefilled,
     PrefillRequest,
-    Reservation,
     ReserveRequest,
     ShipRequest,
     SubmitRequest,
@@ -57,6 +57,12 @@ class DisconnectRequest(msgspec.Struct, frozen=True):
     """Workers that are dead, whose places others have taken. Unknown ones are harmless."""
 
     epochs: tuple[WorkerEpoch, ...]
+
+
+class ReserveAnswer(msgspec.Struct, frozen=True):
+    """A generation worker has let the request in."""
+
+    admitted: Admitted
 
 
 class CancelWork(msgspec.Struct, frozen=True):
@@ -109,7 +115,7 @@ STATS: Final = Call("Stats", Empty, WorkerStats)
 CONNECT: Final = Call("Connect", ConnectRequest, Connected)
 DISCONNECT: Final = Call("Disconnect", DisconnectRequest, Empty)
 SUBMIT: Final = Call("Submit", SubmitRequest, Empty)
-RESERVE: Final = Call("Reserve", ReserveRequest, Reservation)
+RESERVE: Final = Call("Reserve", ReserveRequest, ReserveAnswer)
 PREFILL: Final = Call("Prefill", PrefillRequest, Prefilled)
 HOLD: Final = Call("Hold", HoldRequest, Held)
 SHIP: Final = Call("Ship", ShipRequest, Prefilled)

@@ -34,18 +34,19 @@ from cluster.worker_messages import (
     DisconnectRequest,
     DrainWork,
     Empty,
+    ReserveAnswer,
     TimelineAnswer,
     TimelineRequest,
 )
 from kvmanager.ids import RequestId, WorkerEpoch
 from workers.errors import EngineFailed, InvalidRequest, NotAttached, WorkerRefused
 from workers.request import (
+    Admitted,
     Held,
     HoldRequest,
     Prefilled,
     PrefillRequest,
     RequestOutput,
-    Reservation,
     ReserveRequest,
     ShipRequest,
     SubmitRequest,
@@ -81,7 +82,7 @@ class Host(Protocol):
 
     async def submit(self, request: SubmitRequest) -> None: ...
 
-    async def reserve(self, request: ReserveRequest) -> Reservation: ...
+    async def reserve(self, request: ReserveRequest) -> Admitted: ...
 
     async def prefill(self, request: PrefillRequest) -> Prefilled: ...
 
@@ -198,10 +199,10 @@ class WorkerServer:
             raise
         return Empty()
 
-    async def _reserve(self, request: ReserveRequest, gateway: str) -> Reservation:
+    async def _reserve(self, request: ReserveRequest, gateway: str) -> ReserveAnswer:
         self._own(request.request_id, gateway)
         try:
-            return await self._host.reserve(request)
+            return ReserveAnswer(await self._host.reserve(request))
         except BaseException:
             self._owners.pop(request.request_id, None)
             raise

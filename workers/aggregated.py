@@ -16,10 +16,11 @@ from kvmanager.ids import RequestId
 from kvmanager.ledger import KvLedger
 from workers.admission import check_lengths, check_new, check_prompt, check_sampling
 from workers.decode import DecodeLoop
-from workers.engine import Computed, Emitted, EngineCounters, EngineEvent
+from workers.engine import Emitted, EngineCounters, EngineEvent
 from workers.errors import Overloaded
 from workers.faults import Fault
 from workers.limits import EngineLimits
+from workers.prefill import PromptQueue
 from workers.request import RequestOutput, SubmitRequest
 from workers.reuse import PrefixReuse
 from workers.runner import ModelRunner
@@ -42,7 +43,14 @@ class AggregatedEngine:
         self._limits = limits
         self._reuse = PrefixReuse(ledger, limits)
         self._waiting: deque[Sequence] = deque()
-        self._prefilling: deque[Sequence] = deque()
+        self._prefilling = PromptQueue(
+            runner=runner,
+            decode=decode,
+            ledger=ledger,
+            limits=limits,
+            reuse=self._reuse,
+            counters=self.counters,
+        )
         self._decoding: list[Sequence] = []
         self._events: list[EngineEvent] = []
 
@@ -68,7 +76,7 @@ class AggregatedEngine:
         self._admit()
         worked = False
         if self._prefilling:
-            self._prefill(self._prefilling[0])
+            self._prefill()
             worked = True
         if self._decoding:
             self._events.extend(Emitted(output) for output in self.decode.step(self._decoding))
@@ -80,20 +88,20 @@ class AggregatedEngine:
 
     def cancel(self, request_id: RequestId) -> None:
         """End a request wherever it is; unknown and finished ones change nothing."""
-        for queue in (self._waiting, self._prefilling, self._decoding):
+        for queue in (self._waiting, self._decoding):
             for sequence in queue:
                 if sequence.request_id == request_id:
                     queue.remove(sequence)
-                    sequence.finish_reason = "cancelled"
-                    self._events.append(Emitted(sequence.report(())))
-                    self.ledger.free(request_id)
+                    self._cancelled(sequence)
                     return
+        prefilling = self._prefilling.remove(request_id)
+        if prefilling is not None:
+            self._cancelled(prefilling)
 
     def fail_all(self, reason: str) -> list[EngineEvent]:
         """End every request with an error; used when a step broke and its state cannot be trusted."""
-        failed = [*self._waiting, *self._prefilling, *self._decoding]
+        failed = [*self._waiting, *self._prefilling.clear(), *self._decoding]
         self._waiting.clear()
-        self._prefilling.clear()
         self._decoding.clear()
         for sequence in failed:
             self.ledger.free(sequence.request_id)
@@ -138,26 +146,19 @@ class AggregatedEngine:
                 )
             except (PoolExhausted, SlotsExhausted):
                 return
-            sequence.cached_prompt_tokens = self.ledger.length(sequence.request_id)
-            self.counters.cached_prompt_tokens += sequence.cached_prompt_tokens
-            self._prefilling.append(self._waiting.popleft())
+            self._prefilling.add(self._waiting.popleft())
 
-    def _prefill(self, sequence: Sequence) -> None:
-        start = self.ledger.length(sequence.request_id)
-        end = min(start + self._limits.chunk_tokens, sequence.num_prompt_tokens)
-        logits_1V = self._runner.prefill_chunk(sequence, start, end)
-        self.ledger.commit(sequence.request_id, end)
-        self.counters.prompt_tokens_computed += end - start
-        self._events.append(Computed(sequence.request_id, range(start, end)))
-        if logits_1V is None:
-            return
-        self._reuse.leave_prompt(sequence)
-        token, logprob = self.decode.first_token(sequence, logits_1V)
-        self._prefilling.popleft()
-        self._decoding.append(sequence)
-        sequence.take([token])
-        self._events.append(Emitted(sequence.report([token], () if logprob is None else (logprob,))))
-        self._drop_finished()
+    def _prefill(self) -> None:
+        sequence = self._prefilling.step(self._events)
+        if sequence is not None:
+            self._decoding.append(sequence)
+            self._drop_finished()
+
+    def _cancelled(self, sequence: Sequence) -> None:
+        sequence.finish_reason = "cancelled"
+        self._events.append(Emitted(sequence.report(())))
+        self.ledger.free(sequence.request_id)
+        self.decode.forget(sequence.request_id)
 
     def _drop_finished(self) -> None:
         for sequence in self._decoding:

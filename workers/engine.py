@@ -15,7 +15,7 @@ from transceiver.wire import TerminalState
 from workers.decode import DecodeLoop
 from workers.errors import WorkerRefused
 from workers.faults import Fault
-from workers.request import Held, Prefilled, RequestOutput, Reservation
+from workers.request import Admitted, Held, Prefilled, RequestOutput
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Emitted:
 
 @dataclass(frozen=True)
 class Granted:
-    """A generation worker admitted the request in both ledgers and promises these pages."""
+    """A generation worker admitted the request in both ledgers, and promises pages or computes the prompt itself."""
 
     request_id: RequestId
-    reservation: Reservation
+    admitted: Admitted
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,15 @@
 """The generation engine: decodes prompts that were computed elsewhere.
 
     waiting ──room in both ledgers──▶ reserved ──KV landed, first token──▶ decoding ──end | cancel | preempted──▶ gone
-                                         └──cancel | transfer broke──▶ gone, its pages perhaps in quarantine ──▶ free
+              │                          └──cancel | transfer broke──▶ gone, its pages perhaps in quarantine ──▶ free
+              └──few tokens to compute──▶ prefilling ──last chunk, first token──▶ decoding
 
 A reservation is one in both ledgers: prompt, max_tokens (or, under admission "grow", some of them), look-ahead. The
 slot bound then is a real one in target and draft alike, and when the KV lands the context length becomes the prompt
-length in both: the drafter starts with the whole prompt before its eyes. Nothing of a prompt is ever computed here.
+length in both: the drafter starts with the whole prompt before its eyes. Nothing of such a prompt is computed here.
+
+Shipping costs a round through another worker. A prompt that is short, or mostly in the prefix cache already, may be
+asked to be computed here instead, up to a number of tokens that its request names (`workers.prefill`).
 
 A reservation whose transfer breaks ends at once, and so does its slot. If its sender may still have a write under way,
 the pages belong to the transfer alone from then on, until the port says that nobody writes them any more.
@@ -14,9 +18,9 @@ Pages can run out only under admission "grow". Then age decides, which a request
 pages takes them from the youngest that decodes and is younger than itself, which is preempted: its pages and slot
 return, and its gateway brings it back, as a longer prompt, through a context worker. It is let in again before all
 younger ones. The youngest itself waits where it is, and nobody is let in while somebody lacks pages. So the oldest is
-never preempted and lacks pages only while transfers hold them, which end by themselves, or in quarantine, when their
-sender wakes or is replaced; whoever is not the oldest becomes it. Each run of a request emits a token at least, because
-only what has landed can be preempted.
+never preempted and lacks pages only while prompts or transfers hold them, which end by themselves, or in quarantine,
+when their sender wakes or is replaced; whoever is not the oldest becomes it. Each run of a request emits a token at
+least, because only what decodes can be preempted.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from kvmanager.ids import PageId, RequestId, TransferId, WorkerEpoch
 from kvmanager.layout import KvGeometry
 from kvmanager.ledger import KvLedger
 from transceiver.port import Broke, Delivered, Landed, Pages, ReceiveSpec, Released, TransferPort
-from workers.admission import check_lengths, check_new, check_sampling
+from workers.admission import check_lengths, check_new, check_prompt, check_sampling
 from workers.decode import DecodeLoop
 from workers.engine import Emitted, EngineCounters, EngineEvent, Granted, Refused
 from workers.errors import AdmissionTimeout, EngineFailed, InvalidRequest, Overloaded, RequestCancelled
@@ -39,7 +43,8 @@ from workers.faults import Fault
 from workers.growth import PageGrowth
 from workers.handoff import bytes_apart, first_logprob
 from workers.limits import EngineLimits
-from workers.request import RequestOutput, Reservation, ReserveRequest
+from workers.prefill import PromptQueue
+from workers.request import Admitted, ComputedHere, RequestOutput, Reservation, ReserveRequest
 from workers.reuse import PrefixReuse
 from workers.runner import ModelRunner
 from workers.sequence import Sequence
@@ -83,6 +88,14 @@ class GenerationEngine:
         self._waiting: deque[_GenerationJob] = deque()  # oldest first
         self._transfers: dict[TransferId, _GenerationJob] = {}
         self._quarantined: set[TransferId] = set()  # broken, and a write of theirs may still arrive
+        self._prefilling = PromptQueue(
+            runner=runner,
+            decode=decode,
+            ledger=ledger,
+            limits=limits,
+            reuse=self._reuse,
+            counters=self.counters,
+        )
         self._decoding: list[Sequence] = []  # oldest first
         self._lacking: list[Sequence] = []  # those of them that no page was left for in this step
         self._events: list[EngineEvent] = []
@@ -90,7 +103,8 @@ class GenerationEngine:
     def reserve(self, request: ReserveRequest, now_s: float) -> None:
         """Queue for admission; `Granted` or `Refused` answers. Raises InvalidRequest or Overloaded at once."""
         jobs = [*self._waiting, *self._transfers.values()]
-        check_new(request.request_id, [s.request_id for s in [*(j.sequence for j in jobs), *self._decoding]])
+        live = [*(job.sequence for job in jobs), *self._prefilling, *self._decoding]
+        check_new(request.request_id, [sequence.request_id for sequence in live])
         if request.num_prompt_tokens < 1:
             raise InvalidRequest("the prompt is empty: send at least one token", field="prompt", limit=1)
         if request.prompt_token_ids and len(request.prompt_token_ids) != request.num_prompt_tokens:
@@ -106,6 +120,8 @@ class GenerationEngine:
                 field="position_multiple",
                 limit=1,
             )
+        if request.local_prefill_tokens and request.prompt_token_ids:
+            check_prompt(request.prompt_token_ids, self._limits.vocab_size)
         check_sampling(request.sampling)
         check_lengths(
             request.num_prompt_tokens, request.sampling.max_tokens, self._limits.max_seq_len, self.ledger
@@ -137,11 +153,12 @@ class GenerationEngine:
         self._lacking = self._grow()
         if not self._lacking:
             self._admit(now_s)
+        worked = self._prefill()
         ready = [sequence for sequence in self._decoding if sequence not in self._lacking]
         if ready:
             self._events.extend(Emitted(output) for output in self.decode.step(ready))
             self._drop_finished()
-            self.counters.steps += 1
+        self.counters.steps += worked or bool(ready)
         events, self._events = self._events, []
         return events
 
@@ -159,13 +176,16 @@ class GenerationEngine:
                 job.sequence.finish_reason = "cancelled"
                 self._events.append(Emitted(job.sequence.report(())))
                 return
+        found = self._prefilling.remove(request_id)
         for sequence in self._decoding:
             if sequence.request_id == request_id:
-                self._decoding.remove(sequence)
-                sequence.finish_reason = "cancelled"
-                self._events.append(Emitted(sequence.report(())))
-                self._let_go(sequence)
-                return
+                found = sequence
+        if found is not None:
+            if found in self._decoding:
+                self._decoding.remove(found)
+            found.finish_reason = "cancelled"
+            self._events.append(Emitted(found.report(())))
+            self._let_go(found)
 
     def fail_all(self, reason: str) -> list[EngineEvent]:
         """End every request with an error; pages of open transfers return when those are terminal."""
@@ -177,7 +197,7 @@ class GenerationEngine:
                 job.cancelled = True
                 self._port.abort(transfer, reason)
                 self._events.append(Emitted(_error(job.request.request_id, reason)))
-        for sequence in self._decoding:
+        for sequence in [*self._prefilling.clear(), *self._decoding]:
             self._let_go(sequence)
             self._events.append(Emitted(_error(sequence.request_id, reason)))
         self._decoding.clear()
@@ -189,12 +209,12 @@ class GenerationEngine:
         self._reuse.inject(fault)
 
     def check(self) -> None:
-        """Raise when ledger and jobs disagree: every slot belongs to an open transfer or a decoding request, and every
+        """Raise when ledger and jobs disagree: every slot belongs to an open transfer or a request at work, and every
         lease to a transfer in quarantine.
         """
         self.ledger.check()
         self._port.check()
-        if self.ledger.usage().slots_in_use != len(self._transfers) + len(self._decoding):
+        if self.ledger.usage().slots_in_use != self._num_admitted:
             raise AssertionError("slots and live requests differ")
         if self.ledger.usage().leases != len(self._quarantined):
             raise AssertionError("leases and transfers in quarantine differ")
@@ -204,13 +224,13 @@ class GenerationEngine:
 
     @property
     def idle(self) -> bool:
-        able = len(self._decoding) > len(self._lacking)
+        able = self._prefilling or len(self._decoding) > len(self._lacking)
         awaits_pages = bool(self._transfers or self._quarantined)
         return not (able or self._events or (self._waiting and not awaits_pages))
 
     @property
     def num_running(self) -> int:
-        return len(self._decoding)
+        return len(self._prefilling) + len(self._decoding)
 
     @property
     def num_waiting(self) -> int:
@@ -228,43 +248,74 @@ class GenerationEngine:
         """The oldest first: a request that does not fit yet holds back those behind it, so none starves."""
         while self._waiting:
             job = self._waiting[0]
-            request_id, prompt = job.request.request_id, job.request.num_prompt_tokens
+            local = self._is_local(job)
+            if local and self._reuse.worth_waiting(job.sequence, self._prefilling):
+                return
             try:
                 self.ledger.reserve(
-                    request_id,
+                    job.request.request_id,
                     self._growth.at_admission(job.sequence),
-                    self._reuse.prefix(job.sequence, job.request.position_multiple),
-                    spare_pages=self._growth.spare_pages(len(self._decoding) + len(self._transfers)),
+                    self._reuse.prefix(job.sequence, 1 if local else job.request.position_multiple),
+                    spare_pages=self._growth.spare_pages(self._num_admitted),
                 )
             except (PoolExhausted, SlotsExhausted):
                 return
             self._growth.admitted(job.sequence)
             self._waiting.popleft()
-            first_position = self.ledger.length(request_id)
-            job.transfer = TransferId(self._new_id())
-            pages = self.ledger.pages(request_id)
-            target_pages = _tail(pages.target, self.ledger.target.geometry, first_position, prompt)
-            draft = self.ledger.draft
-            draft_pages = (
-                _tail(pages.draft, draft.geometry, first_position, prompt) if draft is not None else ()
+            admitted: Admitted
+            if local:
+                self._prefilling.add(job.sequence)
+                admitted = ComputedHere()
+            else:
+                admitted = self._expect(job, now_s)
+            self._events.append(Granted(job.request.request_id, admitted))
+
+    def _is_local(self, job: _GenerationJob) -> bool:
+        """Whether so little of the prompt is missing here, by what is cached now, that it is computed here."""
+        sequence = job.sequence
+        if not sequence.prompt_token_ids:
+            return False
+        cached = len(self._reuse.prefix(sequence)) * self._limits.page_size
+        return sequence.num_prompt_tokens - cached <= job.request.local_prefill_tokens
+
+    def _expect(self, job: _GenerationJob, now_s: float) -> Reservation:
+        """Open an admitted prompt's transfer; from here on its pages may be written from elsewhere."""
+        request_id, prompt = job.request.request_id, job.request.num_prompt_tokens
+        first_position = self.ledger.length(request_id)
+        job.transfer = TransferId(self._new_id())
+        pages, draft = self.ledger.pages(request_id), self.ledger.draft
+        target_pages = _tail(pages.target, self.ledger.target.geometry, first_position, prompt)
+        draft_pages = _tail(pages.draft, draft.geometry, first_position, prompt) if draft is not None else ()
+        self._port.expect(
+            ReceiveSpec(
+                transfer=job.transfer,
+                num_tokens=prompt - first_position,
+                destination=Pages(target_pages, draft_pages),
+                ttl_s=max(job.deadline_s - now_s, 0.0),
             )
-            self._port.expect(
-                ReceiveSpec(
-                    transfer=job.transfer,
-                    num_tokens=prompt - first_position,
-                    destination=Pages(target_pages, draft_pages),
-                    ttl_s=max(job.deadline_s - now_s, 0.0),
-                )
-            )
-            self._transfers[job.transfer] = job
-            reservation = Reservation(
-                transfer_id=job.transfer,
-                generation_epoch=self._epoch,
-                target_pages=target_pages,
-                draft_pages=draft_pages,
-                first_position=first_position,
-            )
-            self._events.append(Granted(request_id, reservation))
+        )
+        self._transfers[job.transfer] = job
+        return Reservation(
+            transfer_id=job.transfer,
+            generation_epoch=self._epoch,
+            target_pages=target_pages,
+            draft_pages=draft_pages,
+            first_position=first_position,
+        )
+
+    @property
+    def _num_admitted(self) -> int:
+        return len(self._transfers) + len(self._prefilling) + len(self._decoding)
+
+    def _prefill(self) -> bool:
+        """A chunk of the first prompt that is computed here; whether there was one."""
+        if not self._prefilling:
+            return False
+        sequence = self._prefilling.step(self._events)
+        if sequence is not None:
+            insort(self._decoding, sequence, key=_since)
+            self._drop_finished()
+        return True
 
     def _landed(self, event: Landed) -> None:
         job = self._transfers.pop(event.transfer)
@@ -289,7 +340,7 @@ class GenerationEngine:
         self.counters.cached_prompt_tokens += sequence.cached_prompt_tokens
         token = event.handoff.first_token
         sequence.take([token])
-        insort(self._decoding, sequence, key=lambda decoding: decoding.since_s)
+        insort(self._decoding, sequence, key=_since)
         self._events.append(Emitted(sequence.report([token], first_logprob(event.handoff))))
         self._drop_finished()
 
@@ -355,6 +406,10 @@ class GenerationEngine:
 
 def _since_s(job: _GenerationJob) -> float:
     return job.sequence.since_s
+
+
+def _since(sequence: Sequence) -> float:
+    return sequence.since_s
 
 
 def _tail(

@@ -33,6 +33,7 @@ from workers.errors import EngineFailed, HandshakeFailed, PeerUnknown, WorkerRef
 from workers.faults import Fault
 from workers.generation import GenerationEngine
 from workers.request import (
+    Admitted,
     Held,
     HoldRequest,
     Prefilled,
@@ -109,7 +110,7 @@ class EngineHost:
 
         await self._ask(None, submit)
 
-    async def reserve(self, request: ReserveRequest) -> Reservation:
+    async def reserve(self, request: ReserveRequest) -> Admitted:
         """Wait for admission on a generation worker, at most the request's time to live."""
         engine = self._expect_engine(GenerationEngine)
 
@@ -117,8 +118,8 @@ class EngineHost:
             engine.reserve(request, now_s)
             self.timelines.asked(request.request_id, now_s)
 
-        reservation: Reservation = await self._ask(request.request_id, reserve)
-        return reservation
+        admitted: Admitted = await self._ask(request.request_id, reserve)
+        return admitted
 
     async def prefill(self, request: PrefillRequest) -> Prefilled:
         """Run a prompt and ship it; returns when the generation worker has acknowledged the hand-off."""
@@ -324,9 +325,10 @@ class EngineHost:
             match event:
                 case Emitted(output):
                     outputs.append(output)
-                case Granted(request_id, reservation):
-                    timelines.granted(request_id, reservation.transfer_id, now_s)
-                    self._resolve(request_id, None, reservation)
+                case Granted(request_id, admitted):
+                    if isinstance(admitted, Reservation):
+                        timelines.granted(request_id, admitted.transfer_id, now_s)
+                    self._resolve(request_id, None, admitted)
                 case Computed(request_id, positions):
                     timelines.computed(request_id, positions, began_s, now_s)
                 case PromptHeld(request_id, held):

@@ -2,10 +2,11 @@
 
 Life cycle of a request in split mode: the gateway sends `ReserveRequest` to a generation worker and gets a
 `Reservation`; it sends `PrefillRequest` with that reservation to a context worker and gets `Prefilled`; tokens
-arrive in `TokenFrame`s from the generation worker until one carries a finish reason or an error. In aggregated
-mode a single `SubmitRequest` replaces the first two. Where a prompt must be computed before its destination is known,
-a `HoldRequest` comes first of all, and a `ShipRequest` in place of `PrefillRequest`. All messages are msgspec structs
-and travel as msgpack.
+arrive in `TokenFrame`s from the generation worker until one carries a finish reason or an error. A generation worker
+that answers `ComputedHere` needs no context worker: its tokens come as they are. In aggregated mode a single
+`SubmitRequest` replaces the first two. Where a prompt must be computed before its destination is known, a `HoldRequest`
+comes first of all, and a `ShipRequest` in place of `PrefillRequest`. All messages are msgspec structs and travel as
+msgpack.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class ReserveRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     `cache_salt` keeps tenants apart there. `position_multiple`: what KV is shipped from a position that the context
     worker's page size divides too. `age_s`: since an earlier run of the request was let in, 0 for its first; the older
-    goes first, here and when pages run out.
+    goes first, here and when pages run out. `local_prefill_tokens`: the worker computes the prompt itself when at most
+    so many of its tokens are not in the prefix cache; 0 never.
     """
 
     request_id: RequestId
@@ -63,9 +65,10 @@ class ReserveRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     position_multiple: int = 1
     age_s: float = 0.0
+    local_prefill_tokens: int = 0
 
 
-class Reservation(msgspec.Struct, frozen=True, kw_only=True):
+class Reservation(msgspec.Struct, frozen=True, kw_only=True, tag="reservation"):
     """A generation worker's promise: these pages hold the prompt's KV of `transfer_id` until it ends.
 
     It has the KV of positions 0 .. first_position - 1 already; the pages are those from there on.
@@ -76,6 +79,13 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True):
     target_pages: tuple[PageId, ...]
     draft_pages: tuple[PageId, ...]
     first_position: int = 0
+
+
+class ComputedHere(msgspec.Struct, frozen=True, kw_only=True, tag="computed_here"):
+    """The generation worker has let the request in and computes its prompt itself: nothing is to be shipped."""
+
+
+Admitted = Reservation | ComputedHere
 
 
 class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True):

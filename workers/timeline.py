@@ -2,7 +2,7 @@
 
     asked ──▶ queue ──▶ prefill, a span per chunk ──▶ transfer ──▶ acknowledged                     context
     asked ──▶ queue ──▶ transfer ──▶ first token ──▶ decode ──▶ end                              generation
-    asked ──▶ queue ──▶ prefill, a span per chunk ──▶ decode ──▶ end                             aggregated
+    asked ──▶ queue ──▶ prefill, a span per chunk ──▶ decode ──▶ end        aggregated, and generation's local prompts
 
 Made from what an engine says anyway, so engines know nothing of it. Times are seconds of the worker's own clock and are
 arguments. A request has one span per name, but for the chunks of its prompt. Everything is bounded: the oldest request

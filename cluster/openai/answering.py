@@ -35,6 +35,7 @@ MAX_BODY_BYTES = 32 * 1024 * 1024  # a prompt of a million token ids is 8 MB of 
 TIMEOUT_HEADER = b"x-request-timeout-s"
 REQUEST_ID_HEADER = b"x-request-id"
 TRACE_HEADER = tracing.HEADER.encode()
+SESSION_ID_HEADER = b"x-session-id"
 _JSON = (b"content-type", b"application/json")
 _STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -63,6 +64,8 @@ class Answering:
             asked = self._read(data, request_id)
             if traceparent := headers.get(TRACE_HEADER):
                 asked = asked.traced(traceparent.decode("latin-1"))
+            if session_id := headers.get(SESSION_ID_HEADER, b"").decode("latin-1"):
+                asked = asked.in_conversation(session_id)
             timeout_s = _timeout_s(headers.get(TIMEOUT_HEADER))
             model = self._gateway.limits().model
         except _ClientGone:

@@ -45,6 +45,11 @@ class Asked:
             self, requests=tuple(replace(request, traceparent=traceparent) for request in self.requests)
         )
 
+    def in_conversation(self, conversation_id: str) -> Asked:
+        """The same, kept on the workers of this conversation."""
+        requests = (replace(request, conversation_id=conversation_id) for request in self.requests)
+        return replace(self, requests=tuple(requests))
+
 
 def completion_asked(body: CompletionBody, client_id: str) -> Asked:
     """Raises InvalidArgument."""
@@ -126,6 +131,7 @@ def _request(
         logprobs=logprobs,
         draft_tokens=body.draft_tokens,
         cache_salt=body.cache_salt,
+        conversation_id=body.prompt_cache_key,
     )
 
 

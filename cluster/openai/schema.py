@@ -39,7 +39,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class _Body(msgspec.Struct, frozen=True, kw_only=True):
-    """What both endpoints share. Those from `min_tokens` on are extensions."""
+    """What both endpoints share. Those from `min_tokens` on are extensions, but for `prompt_cache_key`."""
 
     model: str = ""
     temperature: float = 1.0
@@ -57,6 +57,7 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[int] = []
     draft_tokens: int | None = None
     cache_salt: str = ""
+    prompt_cache_key: str = ""
 
 
 class CompletionBody(_Body, frozen=True, kw_only=True):
@@ -93,7 +94,6 @@ class ChatBody(_Body, frozen=True, kw_only=True):
 _IGNORED: Final = frozenset(
     {
         "metadata",
-        "prompt_cache_key",
         "prompt_cache_retention",
         "safety_identifier",
         "service_tier",

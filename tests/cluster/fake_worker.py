@@ -32,6 +32,8 @@ from workers.errors import (
     WorkerRefused,
 )
 from workers.request import (
+    Admitted,
+    ComputedHere,
     Held,
     HoldRequest,
     Prefilled,
@@ -161,9 +163,13 @@ class FakeHost:
             request.request_id, request.prompt_token_ids, request.sampling, request.cache_salt, landed=True
         )
 
-    async def reserve(self, request: ReserveRequest) -> Reservation:
+    async def reserve(self, request: ReserveRequest) -> Admitted:
         self._refuse()
         self.reserved.append(request)
+        if len(request.prompt_token_ids) <= request.local_prefill_tokens:
+            prompt, salt = request.prompt_token_ids, request.cache_salt
+            self._add(request.request_id, prompt, request.sampling, salt, landed=True)
+            return ComputedHere()
         self._add(request.request_id, (), request.sampling, request.cache_salt, landed=False)
         self.timelines.granted(request.request_id, TransferId(request.request_id), time.monotonic())
         pages = (PageId(1),)

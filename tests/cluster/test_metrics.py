@@ -60,9 +60,9 @@ async def used(cluster: FakeCluster) -> None:
 async def test_requests_tokens_and_times_are_counted(split: FakeCluster) -> None:
     await used(split)
     samples = scraped(split)
-    assert value(samples, "requests_total", outcome="length") == 1
-    assert value(samples, "requests_total", outcome="invalid_argument") == 1
-    assert value(samples, "requests_total", outcome="disconnected") == 1
+    assert value(samples, "requests_total", outcome="length", path="shipped") == 1
+    assert value(samples, "requests_total", outcome="invalid_argument", path="none") == 1
+    assert value(samples, "requests_total", outcome="disconnected", path="shipped") == 1
     assert (value(samples, "prompt_tokens_total"), value(samples, "output_tokens_total")) == (3, 7)
     assert value(samples, "requests_within_slo_total") == 1
     assert value(samples, "requests_live") == 0

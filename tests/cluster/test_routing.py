@@ -15,8 +15,11 @@ from cluster.routing import (
     Errand,
     NoRoute,
     SplitRoute,
+    WithoutContext,
     WorkerSnapshot,
+    choose,
     choose_aggregated,
+    choose_local,
     choose_split,
     prefix_of,
 )
@@ -150,10 +153,11 @@ def test_a_prefix_is_its_first_tokens_and_its_salt() -> None:
     assert prefix_of([*head[1:], 0], "") != prefix_of(head, "")
 
 
+names = st.sampled_from([f"w{number}" for number in range(12)])
 workers_of_all_kinds = st.lists(
     st.builds(
         WorkerSnapshot,
-        name=st.text(min_size=1, max_size=3),
+        name=names,
         role=st.sampled_from(["context", "generation", "aggregated"]),
         ready=st.booleans(),
         epoch=st.sampled_from([WorkerEpoch(letter) for letter in "abcdef"]),
@@ -170,19 +174,22 @@ workers_of_all_kinds = st.lists(
 )
 
 
-@given(
-    workers=workers_of_all_kinds,
-    paired=st.frozensets(st.tuples(*[st.sampled_from([WorkerEpoch(x) for x in "abcdef"])] * 2)),
+pairings = st.frozensets(st.tuples(*[st.sampled_from([WorkerEpoch(x) for x in "abcdef"])] * 2))
+errands = st.builds(
+    Errand,
     num_tokens=st.integers(0, 2000),
-    avoid=st.frozensets(st.text(max_size=3), max_size=4),
+    prefix=st.sampled_from([b"", *PREFIXES[:9]]),
+    home=st.one_of(st.just(""), names),
+    avoid=st.frozensets(names, max_size=4),
 )
+Pairing = frozenset[tuple[WorkerEpoch, WorkerEpoch]]
+
+
+@given(workers=workers_of_all_kinds, paired=pairings, errand=errands)
 def test_whatever_the_cluster_looks_like_a_route_is_open_and_paired_or_there_is_none(
-    workers: list[WorkerSnapshot],
-    paired: frozenset[tuple[WorkerEpoch, WorkerEpoch]],
-    num_tokens: int,
-    avoid: frozenset[str],
+    workers: list[WorkerSnapshot], paired: Pairing, errand: Errand
 ) -> None:
-    errand = Errand(num_tokens=num_tokens, prefix=b"prefix", avoid=avoid)
+    """So it never leads to a worker that drains or is suspect."""
     by_name = {snapshot.name: snapshot for snapshot in workers}
     routable = [
         (c, g)
@@ -200,3 +207,91 @@ def test_whatever_the_cluster_looks_like_a_route_is_open_and_paired_or_there_is_
     else:
         assert (by_name[route.context], by_name[route.generation]) in routable
         assert choose_split(workers[::-1], paired, errand) == route
+
+
+@given(
+    workers=workers_of_all_kinds,
+    paired=pairings,
+    errand=errands,
+    without_context=st.sampled_from(["refuse", "local"]),
+)
+def test_without_a_context_worker_a_generation_worker_stands_alone_or_nobody_does(
+    workers: list[WorkerSnapshot], paired: Pairing, errand: Errand, without_context: WithoutContext
+) -> None:
+    by_name = {snapshot.name: snapshot for snapshot in workers}
+    generations = [worker for worker in workers if worker.open and worker.role == "generation"]
+    try:
+        chosen = [
+            by_name[name]
+            for name in choose("split", workers, paired, errand, without_context=without_context)
+        ]
+    except NoRoute:
+        assert not generations or without_context == "refuse"
+        return
+    assert all(worker.open for worker in chosen)
+    assert [worker.role for worker in chosen] in (["generation", "context"], ["generation"])
+    if len(chosen) == 1:
+        assert without_context == "local"
+        with pytest.raises(NoRoute):
+            choose_split(workers, paired, errand)
+
+
+@given(workers=workers_of_all_kinds, errand=errands)
+def test_capacity_comes_first_and_then_load(workers: list[WorkerSnapshot], errand: Errand) -> None:
+    """Nobody waits for pages or a slot while another that broke nothing has both; attachment costs little load."""
+    able = [worker for worker in workers if worker.open and worker.role == "generation"]
+    if not able:
+        with pytest.raises(NoRoute, match="no generation worker"):
+            choose_local(workers, errand)
+        return
+    chosen = next(worker for worker in able if worker.name == choose_local(workers, errand).generation)
+    trusted = [worker for worker in able if worker.name not in errand.avoid]
+    if trusted:
+        assert chosen in trusted
+    among = trusted or able
+    if any(worker.has_room(errand.num_tokens) for worker in among):
+        assert chosen.has_room(errand.num_tokens)
+        among = [worker for worker in among if worker.has_room(errand.num_tokens)]
+    slack = AFFINITY_SLACK if chosen.name == errand.home else 0
+    assert chosen.load <= min(worker.load for worker in among) + slack
+
+
+@given(workers=workers_of_all_kinds, errand=errands)
+def test_a_conversation_stays_at_home_while_it_has_room_and_is_hardly_busier(
+    workers: list[WorkerSnapshot], errand: Errand
+) -> None:
+    able = [worker for worker in workers if worker.open and worker.role == "generation"]
+    home = next((worker for worker in able if worker.name == errand.home), None)
+    if home is None:
+        return
+    least = min(worker.load for worker in able)
+    if (
+        home.name not in errand.avoid
+        and home.has_room(errand.num_tokens)
+        and home.load <= least + AFFINITY_SLACK
+    ):
+        assert choose_local(workers, errand).generation == home.name
+
+
+@given(
+    loads=st.lists(st.integers(0, 2), min_size=2, max_size=8),
+    prefix=st.sampled_from(PREFIXES),
+    change=st.integers(0, 7),
+    joins=st.booleans(),
+)
+def test_a_worker_that_comes_or_goes_moves_no_prompt_but_to_it_or_from_it(
+    loads: list[int], prefix: bytes, change: int, joins: bool
+) -> None:
+    before = contexts(*loads)
+    if joins:
+        after = [*before, worker("new", "context")]
+        moved_to = "new"
+    else:
+        gone = before[change % len(before)]
+        after = [context for context in before if context is not gone]
+        moved_to = ""
+    old, new = context_of(prefix, before), context_of(prefix, after)
+    if joins:
+        assert new in (old, moved_to)
+    else:
+        assert new == old or old == gone.name

@@ -30,13 +30,14 @@ class Answer:
 class ReplayingPair(SplitPair):
     """`answers` in the order in which they were asked for."""
 
-    def __init__(self, *args: object, **options: object) -> None:
+    def __init__(self, *args: object, local_prefill_tokens: int = 0, **options: object) -> None:
         super().__init__(*args, **options)  # type: ignore[arg-type]
+        self._local_prefill_tokens = local_prefill_tokens
         self.answers: list[Answer] = []
         self.num_ticks = 0
 
     def want(self, prompt: Sequence[int], sampling: SamplingParams) -> Answer:
-        first = self.ask(prompt, sampling)
+        first = self.ask(prompt, sampling, local_prefill_tokens=self._local_prefill_tokens)
         answer = Answer(tuple(prompt), sampling, self.now_s, [first])
         self.answers.append(answer)
         return answer
@@ -70,6 +71,7 @@ class ReplayingPair(SplitPair):
             [*answer.prompt, *answer.tokens],
             msgspec.structs.replace(answer.sampling, max_tokens=left),
             age_s=self.now_s - answer.since_s,
+            local_prefill_tokens=self._local_prefill_tokens,
         )
         answer.runs.append(again)
         answer.num_preemptions += 1

@@ -182,6 +182,7 @@ class SplitPair:
         salt: str = "",
         position_multiple: int = 1,
         age_s: float = 0.0,
+        local_prefill_tokens: int = 0,
     ) -> RequestId:
         request_id = RequestId(f"r{next(self._ids)}")
         self.outcomes[request_id] = Outcome()
@@ -199,6 +200,7 @@ class SplitPair:
                 cache_salt=salt,
                 position_multiple=position_multiple,
                 age_s=age_s,
+                local_prefill_tokens=local_prefill_tokens,
             ),
             self.now_s,
         )
@@ -212,22 +214,21 @@ class SplitPair:
                 events = self.generation.step(self.now_s)
                 _record(events, self.outcomes)
                 for event in events:
-                    if isinstance(event, Granted):
-                        self._prefill(event)
+                    if isinstance(event, Granted) and isinstance(event.admitted, Reservation):
+                        self._prefill(event.request_id, event.admitted)
             if context:
                 _record(self.context.step(self.now_s), self.outcomes)
         self.context.check()
         self.generation.check()
 
-    def _prefill(self, granted: Granted) -> None:
-        request_id = granted.request_id
+    def _prefill(self, request_id: RequestId, reservation: Reservation) -> None:
         self._prefilling.add(request_id)
-        self.outcomes[request_id].reservation = granted.reservation
+        self.outcomes[request_id].reservation = reservation
         request = PrefillRequest(
             request_id=request_id,
             prompt_token_ids=self.prompts[request_id],
             sampling=self.sampling[request_id],
-            reservation=granted.reservation,
+            reservation=reservation,
             ttl_s=30.0,
             cache_salt=self.salts[request_id],
         )

@@ -102,6 +102,7 @@ class Setting:
     verify: Verify
     prefix_cache: bool
     roomy: bool
+    local_prefill_tokens: int
     faults: Faults
     seed: int
 
@@ -148,6 +149,7 @@ def setups(draw: st.DrawFn) -> Setting:
         verify=verify,
         prefix_cache=draw(st.booleans()),
         roomy=draw(st.booleans()),
+        local_prefill_tokens=draw(st.sampled_from([0, 0, 5, 60])),
         faults=faults,
         seed=draw(st.integers(0, 2**16)),
     )
@@ -206,6 +208,7 @@ class History:
             timing=TIMING,
         )
         self._multiple = max(setting.page_sizes)
+        self._local_prefill_tokens = setting.local_prefill_tokens
         self._asked: list[tuple[RequestId, Ask]] = []
         self._stalled: dict[Role, int] = {"context": 0, "generation": 0}
         self._free: dict[Role, list[FreePages]] = {role: self._watch(role) for role in self._stalled}
@@ -246,7 +249,13 @@ class History:
 
     def _ask(self, ask: Ask) -> None:
         prompt, sampling = PROMPTS[ask.prompt], SAMPLINGS[ask.sampling]
-        request_id = self.pair.ask(prompt, sampling, ask.ttl_s, position_multiple=self._multiple)
+        request_id = self.pair.ask(
+            prompt,
+            sampling,
+            ask.ttl_s,
+            position_multiple=self._multiple,
+            local_prefill_tokens=self._local_prefill_tokens,
+        )
         self._asked.append((request_id, ask))
 
     def _tick(self, ticks: int) -> None:

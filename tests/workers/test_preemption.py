@@ -215,6 +215,7 @@ def growing_golden(random_models: Models) -> dict[tuple[int, int], list[int]]:
     pages=st.integers(17, 24),
     draft_kv=st.sampled_from(["mirrored", "unified"]),
     prefix_cache=st.booleans(),
+    local_prefill_tokens=st.sampled_from([0, 6, 60]),
 )
 def test_whatever_comes_every_request_ends_with_its_text_and_the_oldest_is_never_preempted(
     random_models: Models,
@@ -223,6 +224,7 @@ def test_whatever_comes_every_request_ends_with_its_text_and_the_oldest_is_never
     pages: int,
     draft_kv: DraftKv,
     prefix_cache: bool,
+    local_prefill_tokens: int,
 ) -> None:
     def worker(admission: str, role: Literal["context", "generation"]) -> WorkerConfig:
         few = pages if role == "generation" else 64
@@ -235,7 +237,10 @@ def test_whatever_comes_every_request_ends_with_its_text_and_the_oldest_is_never
         )
 
     pair = ReplayingPair(
-        random_models, context=worker("full", "context"), generation=worker("grow", "generation")
+        random_models,
+        context=worker("full", "context"),
+        generation=worker("grow", "generation"),
+        local_prefill_tokens=local_prefill_tokens,
     )
     asked: list[tuple[Answer, tuple[int, int]]] = []
     cancelled = set()

@@ -1,0 +1,91 @@
+"""Prompts that are computed on the worker that decodes them, first come first served.
+
+    admitted ──add──▶ chunk ──▶ chunk ──▶ ... ──last chunk, first token──▶ decoding        anywhere ──remove──▶ gone
+
+A step is at most one chunk, and an engine takes one decode step beside each: a long prompt delays the others' next
+token by one chunk and no more. A chunk computes the drafter's context with the target's KV, so whoever decodes behind
+it drafts as well as behind a prompt that was shipped.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from kvmanager.ids import RequestId
+from kvmanager.ledger import KvLedger
+from workers.decode import DecodeLoop
+from workers.engine import Computed, Emitted, EngineCounters, EngineEvent
+from workers.limits import EngineLimits
+from workers.reuse import PrefixReuse
+from workers.runner import ModelRunner
+from workers.sequence import Sequence
+
+
+class PromptQueue:
+    """One engine's admitted prompts. The ledger's pages stay the engine's to free."""
+
+    def __init__(
+        self,
+        *,
+        runner: ModelRunner,
+        decode: DecodeLoop,
+        ledger: KvLedger,
+        limits: EngineLimits,
+        reuse: PrefixReuse,
+        counters: EngineCounters,
+    ) -> None:
+        self._runner = runner
+        self._decode = decode
+        self._ledger = ledger
+        self._limits = limits
+        self._reuse = reuse
+        self._counters = counters
+        self._sequences: deque[Sequence] = deque()
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """The prompt in progress first."""
+        return iter(self._sequences)
+
+    def add(self, sequence: Sequence) -> None:
+        """A sequence with a reservation, whose length says how much of the prompt the prefix cache had."""
+        sequence.cached_prompt_tokens = self._ledger.length(sequence.request_id)
+        self._counters.cached_prompt_tokens += sequence.cached_prompt_tokens
+        self._sequences.append(sequence)
+
+    def step(self, events: list[EngineEvent]) -> Sequence | None:
+        """Compute a chunk of the first prompt; the sequence once its first token is out. `events` get both."""
+        if not self._sequences:
+            return None
+        sequence = self._sequences[0]
+        start = self._ledger.length(sequence.request_id)
+        end = min(start + self._limits.chunk_tokens, sequence.num_prompt_tokens)
+        logits_1V = self._runner.prefill_chunk(sequence, start, end)
+        self._ledger.commit(sequence.request_id, end)
+        self._counters.prompt_tokens_computed += end - start
+        events.append(Computed(sequence.request_id, range(start, end)))
+        if logits_1V is None:
+            return None
+        self._reuse.leave_prompt(sequence)
+        token, logprob = self._decode.first_token(sequence, logits_1V)
+        self._sequences.popleft()
+        sequence.take([token])
+        events.append(Emitted(sequence.report([token], () if logprob is None else (logprob,))))
+        return sequence
+
+    def remove(self, request_id: RequestId) -> Sequence | None:
+        """Take a sequence out before it is complete; None when it is not here."""
+        for sequence in self._sequences:
+            if sequence.request_id == request_id:
+                self._sequences.remove(sequence)
+                return sequence
+        return None
+
+    def clear(self) -> list[Sequence]:
+        """Take all of them out."""
+        sequences = list(self._sequences)
+        self._sequences.clear()
+        return sequences
