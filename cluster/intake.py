@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from cluster.answers import AnswerRequest, ChatPrompt, ModelLimits, Prompt, TextPrompt, TokenPrompt
@@ -20,6 +21,8 @@ MAX_ID_CHARACTERS = 1024
 class Tokenizer(Protocol):
     """What a gateway needs of `workers.tokenizer.Tokenizer`."""
 
+    path: Path
+
     def encode(self, text: str) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
@@ -27,6 +30,8 @@ class Tokenizer(Protocol):
     def token_bytes(self, token_id: int) -> bytes: ...
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]: ...
+
+    def files(self) -> Mapping[str, bytes]: ...
 
 
 class Intake:

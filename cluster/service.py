@@ -41,8 +41,8 @@ MAX_REQUEST_BYTES: Final = 32 * 1024 * 1024
 OWN_METHODS: Final = "/cluster.rpc.v1."
 OPEN_METHODS: Final = "/grpc.health.v1.Health/"
 # Stands for a request whose bytes are no message.
-_NO_MESSAGE: Final[Any] = object()
-_NO_MESSAGE_STATUS: Final = to_status(InvalidArgument("the request is not a message of this method"))
+NO_MESSAGE: Final[Any] = object()
+NO_MESSAGE_STATUS: Final = to_status(InvalidArgument("the request is not a message of this method"))
 SERVICES: Final = ("cluster.rpc.v1.Inference", "cluster.rpc.v1.Admin")
 
 
@@ -55,8 +55,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        if request is _NO_MESSAGE:
-            await context.abort_with_status(_NO_MESSAGE_STATUS)
+        if request is NO_MESSAGE:
+            await context.abort_with_status(NO_MESSAGE_STATUS)
         asked = self._gateway.named(traced(request_from_proto(request), context))
         events = self._gateway.generate(asked, timeout_s=context.time_remaining())
         try:
@@ -200,9 +200,13 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc ships no 
 class Decoding(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc ships no types
     """Answers bytes that are no message with INVALID_ARGUMENT. By itself gRPC says UNKNOWN and logs a traceback."""
 
+    def __init__(self, methods: str = OWN_METHODS) -> None:
+        """`methods`: how the paths begin that it looks after."""
+        self._methods = methods
+
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         handler = await continuation(details)
-        if handler is None or not details.method.startswith(OWN_METHODS):
+        if handler is None or not details.method.startswith(self._methods):
             return handler
         decode = handler.request_deserializer
 
@@ -210,21 +214,21 @@ class Decoding(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc ships 
             try:
                 return decode(data)
             except DecodeError:
-                return _NO_MESSAGE
+                return NO_MESSAGE
 
         return _checking(handler, decoded)
 
 
 def _checking(handler: Any, decoded: Callable[[bytes], Any]) -> Any:
-    """The handler with another decoder. Generate looks for _NO_MESSAGE itself: a wrapper would cost every token."""
+    """The handler with another decoder. Streams look for NO_MESSAGE themselves: a wrapper would cost every token."""
     if handler.response_streaming:
         return grpc.unary_stream_rpc_method_handler(
             handler.unary_stream, decoded, handler.response_serializer
         )
 
     async def unary(request: Any, context: Context) -> Any:
-        if request is _NO_MESSAGE:
-            await context.abort_with_status(_NO_MESSAGE_STATUS)
+        if request is NO_MESSAGE:
+            await context.abort_with_status(NO_MESSAGE_STATUS)
         return await handler.unary_unary(request, context)
 
     return grpc.unary_unary_rpc_method_handler(unary, decoded, handler.response_serializer)

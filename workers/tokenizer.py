@@ -69,6 +69,7 @@ class Tokenizer:
         self.path = path
         self.bos_token_id = parts.bos_token_id
         self.eos_token_ids = parts.eos_token_ids
+        self.chat_template = parts.chat_template
         self.vocab_size = parts.backend.get_vocab_size(with_added_tokens=True)
         self._backend = parts.backend
         self._add_bos = parts.add_bos
@@ -142,6 +143,24 @@ class Tokenizer:
             )
         except (jinja2.TemplateError, TypeError, KeyError) as error:
             raise TokenizerError(f"the chat template refuses these messages: {error}") from error
+
+    def files(self) -> dict[str, bytes]:
+        """The same tokenizer as files of the Hugging Face layout, by name, for other programs to load."""
+        eos = self.eos_token_ids
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "add_bos_token": self._add_bos,
+            "clean_up_tokenization_spaces": False,
+            "bos_token": self._token(self.bos_token_id) or None,
+            "eos_token": self._token(eos[0] if eos else None) or None,
+            "chat_template": self.chat_template,
+        }
+        given = {name: value for name, value in config.items() if value is not None}
+        return {
+            "tokenizer.json": self._backend.to_str().encode(),
+            "tokenizer_config.json": json.dumps(given).encode(),
+            "generation_config.json": json.dumps({"eos_token_id": list(eos)}).encode(),
+        }
 
     def _token(self, token_id: int | None) -> str:
         return (self._backend.id_to_token(token_id) or "") if token_id is not None else ""

@@ -14,13 +14,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
 from cluster import tracing
-from cluster.answers import AnswerChunk, AnswerEnd, AnswerEvent
+from cluster.answers import AnswerChunk, AnswerEnd
+from cluster.choices import Indexed, merged
 from cluster.errors import InvalidArgument, RequestError, WorkerFailed
 from cluster.gateway import Gateway
 from cluster.openai import written
@@ -42,8 +43,6 @@ _STREAM_HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # a proxy that collects a stream before it sends it undoes it
 )
-
-Indexed = tuple[int, AnswerEvent]
 
 
 class Answering:
@@ -88,7 +87,7 @@ class Answering:
     async def _answer(
         self, asked: Asked, head: written.Head, timeout_s: float | None, response: _Response
     ) -> None:
-        events = _merged([self._gateway.generate(request, timeout_s=timeout_s) for request in asked.requests])
+        events = merged([self._gateway.generate(request, timeout_s=timeout_s) for request in asked.requests])
         try:
             async with contextlib.aclosing(events):
                 if asked.stream:
@@ -270,39 +269,3 @@ async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) ->
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _merged(answers: Sequence[AsyncGenerator[AnswerEvent, None]]) -> AsyncGenerator[Indexed, None]:
-    """Events of all answers as they come; the first failure ends them all."""
-    if len(answers) == 1:
-        async with contextlib.aclosing(answers[0]) as only:
-            async for event in only:
-                yield 0, event
-        return
-    queue: asyncio.Queue[Indexed | Exception | None] = asyncio.Queue()
-
-    async def pump(index: int, answer: AsyncGenerator[AnswerEvent, None]) -> None:
-        try:
-            async with contextlib.aclosing(answer):
-                async for event in answer:
-                    queue.put_nowait((index, event))
-        except Exception as error:
-            queue.put_nowait(error)
-        else:
-            queue.put_nowait(None)
-
-    pumps = [asyncio.create_task(pump(index, answer)) for index, answer in enumerate(answers)]
-    try:
-        open_answers = len(answers)
-        while open_answers:
-            entry = await queue.get()
-            if entry is None:
-                open_answers -= 1
-            elif isinstance(entry, Exception):
-                raise entry
-            else:
-                yield entry
-    finally:
-        for task in pumps:
-            task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)

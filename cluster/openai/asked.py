@@ -1,8 +1,4 @@
-"""From an OpenAI body to requests of the gateway, one per choice. Pure.
-
-Choice i of a request with `n` is a request of its own with seed `seed + i`: choices are independent, each repeats when
-asked again alone with its seed, and they may be served by different workers.
-"""
+"""From an OpenAI body to requests of the gateway, one per choice. Pure."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from cluster.answers import AnswerRequest, ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from cluster.choices import MAX_CHOICES, choice
 from cluster.errors import InvalidArgument
 from cluster.openai.schema import (
     MAX_TOKENS_OF_A_COMPLETION,
@@ -21,9 +18,6 @@ from cluster.openai.schema import (
     StreamOptions,
     UnsupportedParameter,
 )
-from cluster.validate import MAX_SEED
-
-MAX_CHOICES = 128
 
 Dialect = Literal["completions", "chat"]
 
@@ -92,7 +86,7 @@ def _asked(dialect: Dialect, body: CompletionBody | ChatBody, requests: Sequence
     options = body.stream_options or StreamOptions()
     return Asked(
         dialect=dialect,
-        requests=tuple(_choice(request, index) for request in requests for index in range(body.n)),
+        requests=tuple(choice(request, index) for request in requests for index in range(body.n)),
         num_prompts=len(requests),
         stream=body.stream,
         usage_at_end=options.include_usage,
@@ -133,13 +127,6 @@ def _request(
         cache_salt=body.cache_salt,
         conversation_id=body.prompt_cache_key,
     )
-
-
-def _choice(request: AnswerRequest, index: int) -> AnswerRequest:
-    # A negative seed stays as it is: validation refuses it in the client's own number.
-    if request.seed is None or request.seed < 0 or index == 0:
-        return request
-    return replace(request, seed=(request.seed + index) % (MAX_SEED + 1))
 
 
 def _prompts(given: str | list[object]) -> list[Prompt]:

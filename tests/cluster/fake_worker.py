@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -61,6 +62,11 @@ BYTES_PER_TOKEN = 10
 
 class ByteTokenizer:
     """Token ids are UTF-8 bytes; a chat is its contents joined."""
+
+    path = Path("/no/such/tokenizer")
+
+    def files(self) -> dict[str, bytes]:
+        return {"tokenizer.json": b"{}"}
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
