@@ -130,6 +130,8 @@ def readable(error: Exception) -> str | None:
 @click.option("--listen", help="HOST:PORT of the gRPC door; port 0 takes a free one.")
 @click.option("--http", help="HOST:PORT of the OpenAI door.")
 @click.option("--metrics", help="HOST:PORT of health and metrics without tokens, for operators alone.")
+@click.option("--vllm-context", help="HOST:PORT of a door to the context workers in vLLM's engine protocol.")
+@click.option("--vllm-decoding", help="HOST:PORT of one to the workers that decode.")
 @click.option("--token-file", help="Bearer tokens that clients must carry, one a line.")
 @click.option("--tls-cert-file", help="PEM certificate of the gRPC and OpenAI doors.")
 @click.option("--tls-key-file", help="Its PEM key.")

@@ -52,6 +52,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     neither the pools hold `max_batch` requests of `max_seq_len` tokens. `num_threads` None divides the machine's cores
     among the workers, or takes what `placement` reserves on other machines. `listen` is the gRPC door, `http` the
     OpenAI door, `metrics` a port for operators alone; an empty address is no door. Tokens and TLS guard the first two.
+    `vllm_context` and `vllm_decoding` are doors for a gateway that drives both legs itself in vLLM's engine protocol;
+    a prompt that is computed waits `vllm_lease_s` there for its decoding.
     `admission` "grow" lets generation workers take in more requests than their pools could finish at once.
     `local_prefill_tokens` is how much of a prompt a generation worker may compute itself instead of having it shipped;
     `without_context` "local" lets it compute any prompt while there is no context worker.
@@ -62,6 +64,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     listen: str = DEFAULT_LISTEN
     http: str = ""
     metrics: str = ""
+    vllm_context: str = ""
+    vllm_decoding: str = ""
+    vllm_lease_s: float = 30.0
     token_file: str = ""
     tls_cert_file: str = ""
     tls_key_file: str = ""
@@ -121,6 +126,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "startup_timeout_s",
             "stall_limit_s",
             "al_window_s",
+            "vllm_lease_s",
         ):
             if not getattr(self, field) > 0:
                 raise ValueError(f"{field} must be positive, got {getattr(self, field)}")
@@ -131,6 +137,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ValueError("tls_cert_file and tls_key_file need each other")
         if self.tls_client_ca_file and not self.tls_cert_file:
             raise ValueError("tls_client_ca_file needs tls_cert_file and tls_key_file")
+        if self.vllm_context and self.mode != "split":
+            raise ValueError(f"vllm_context needs mode 'split', not {self.mode!r}")
         if not self.admission_ttl_s > 0:
             raise ValueError(f"admission_ttl_s must be positive, got {self.admission_ttl_s}")
         roles = self.worker_roles()

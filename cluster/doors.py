@@ -1,4 +1,4 @@
-"""All doors of one gateway: gRPC always, HTTP and the operators' port when they are configured.
+"""All doors of one gateway: gRPC always, HTTP, the operators' port and vLLM's protocol when they are configured.
 
 The operators' port serves health and metrics only, without tokens and without TLS, for a network that no client
 reaches. The HTTP door serves them too, under the rules of all its other paths.
@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cluster.access import TokenFileError
 from cluster.config import ClusterConfig, ConfigError
@@ -18,6 +19,9 @@ from cluster.gateway import Gateway
 from cluster.http_door import HttpDoor, Operations, make_app, openai_routes
 from cluster.security import TlsFiles, TokenFile
 from cluster.service import Door
+
+if TYPE_CHECKING:
+    from cluster.vllm.service import EngineDoor
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,8 @@ class Addresses:
     grpc: str
     http: str = ""
     metrics: str = ""
+    vllm_context: str = ""
+    vllm_decoding: str = ""
 
 
 class Doors:
@@ -42,6 +48,7 @@ class Doors:
         routes = [*openai_routes(gateway, lambda: uuid.uuid4().hex), *operations.routes()]
         self._http = HttpDoor(make_app(routes, tokens), tls)
         self._metrics = HttpDoor(make_app(operations.routes()))
+        self._engines = _engine_doors(config, gateway)
 
     async def start(self) -> Addresses:
         """Raises OSError when a port is taken."""
@@ -49,16 +56,39 @@ class Doors:
         grpc = await self._grpc.start(config.listen)
         http = await self._http.start(config.http) if config.http else ""
         metrics = await self._metrics.start(config.metrics) if config.metrics else ""
-        return Addresses(grpc, http, metrics)
+        engines = {key: await door.start(getattr(config, key)) for key, door in self._engines.items()}
+        return Addresses(grpc, http, metrics, **engines)
 
     async def serving(self, ready: bool) -> None:
         """What the gRPC health service says; over HTTP health is asked of the gateway itself."""
         await self._grpc.serving(ready)
+        for door in self._engines.values():
+            await door.serving(ready)
 
     async def stop(self, grace_s: float) -> None:
         await self._grpc.stop(grace_s)
+        for door in self._engines.values():
+            await door.stop(grace_s)
         await self._http.stop(grace_s)
         await self._metrics.stop(0.0)
+
+
+def _engine_doors(config: ClusterConfig, gateway: Gateway) -> dict[str, EngineDoor]:
+    """The doors of vLLM's protocol by configuration key. Its messages are imported only where they are spoken."""
+    if not (config.vllm_context or config.vllm_decoding):
+        return {}
+    try:
+        from cluster.vllm.service import ContextService, DecodingService, EngineDoor
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"vllm_context and vllm_decoding need {error.name}: pip install 'slipstream-serve[smg]'"
+        ) from error
+    doors = {}
+    if config.vllm_context:
+        doors["vllm_context"] = EngineDoor(ContextService(gateway, config.vllm_lease_s))
+    if config.vllm_decoding:
+        doors["vllm_decoding"] = EngineDoor(DecodingService(gateway))
+    return doors
 
 
 def _tls_files(config: ClusterConfig) -> TlsFiles | None:

@@ -68,6 +68,10 @@ class StartDisplay:
             self._console.print(f"OpenAI: {scheme}://{addresses.http}/v1", highlight=False)
         if addresses.metrics:
             self._console.print(f"health and metrics: http://{addresses.metrics}", highlight=False)
+        for pool in ("context", "decoding"):
+            address = getattr(addresses, f"vllm_{pool}")
+            if address:
+                self._console.print(f"vLLM engine protocol, {pool}: grpc://{address}", highlight=False)
         self._console.print(f"{config.pair}, {config.dtype}, {config.mode}: {roles}", highlight=False)
         self._console.print(
             f"try: slipstream generate --server {addresses.grpc} 'Why is the sky blue?'", highlight=False

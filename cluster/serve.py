@@ -84,7 +84,7 @@ async def serve(
 ) -> None:
     """Serve until SIGINT or SIGTERM; call `on_ready(addresses, seconds)` once. Raises what keeps it from serving."""
     started_s = time.monotonic()
-    for listen in (config.listen, config.http, config.metrics):
+    for listen in (config.listen, config.http, config.metrics, config.vllm_context, config.vllm_decoding):
         if listen:
             check_listen(listen)
     resolve_pair(config.pair)  # a wrong name should not cost a start of Ray

@@ -233,3 +233,17 @@ def test_a_template_stays_in_its_sandbox(template: str, tmp_path: Path) -> None:
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: cannot be read"):
         Tokenizer.from_path(tmp_path)
+
+
+@pytest.mark.parametrize("pair", ["smollm2", "tiny"])
+def test_its_files_make_the_same_tokenizer_again(pair: str, tmp_path: Path) -> None:
+    """Of a GGUF file and of a directory alike."""
+    tokenizer = Tokenizer.from_path(resolve_pair(pair).target_path)
+    for name, content in tokenizer.files().items():
+        (tmp_path / name).write_bytes(content)
+    again = Tokenizer.from_path(tmp_path)
+    chat = [{"role": "user", "content": "Why is the sky blue?"}]
+    for text in TEXTS:
+        assert again.encode(text) == tokenizer.encode(text)
+    assert again.apply_chat_template(chat) == tokenizer.apply_chat_template(chat)
+    assert again.eos_token_ids == tokenizer.eos_token_ids

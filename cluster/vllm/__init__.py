@@ -1,0 +1,1 @@
+"""Doors that speak vLLM's engine protocol, for gateways that drive prefill and decode themselves."""
