@@ -34,7 +34,7 @@ from cluster.choices import merged
 from cluster.errors import InvalidArgument, RequestError, WorkerFailed, to_status
 from cluster.gateway import Gateway
 from cluster.link import WorkerLink
-from cluster.service import MAX_REQUEST_BYTES, NO_MESSAGE, NO_MESSAGE_STATUS, Decoding
+from cluster.service import MAX_REQUEST_BYTES, NO_MESSAGE, NO_MESSAGE_STATUS, Decoding, traced
 from cluster.version import VERSION
 from cluster.vllm import ticket
 from cluster.vllm.asked import prompt_of_one_token, renamed, requests_of
@@ -159,7 +159,7 @@ class ContextService(EngineService):
         if request is NO_MESSAGE:
             await context.abort_with_status(NO_MESSAGE_STATUS)
         try:
-            asked = self._gateway.named(prompt_of_one_token(request))
+            asked = self._gateway.named(traced(prompt_of_one_token(request), context))
             holds = ticket.asks_to_hold(request.kv_transfer_params_json or "{}")
             ready = await self._hold(
                 asked.client_id, self._gateway.hold(asked, self._lease_s if holds else 0.0)
@@ -227,7 +227,7 @@ class DecodingService(EngineService):
         held: HeldPrompt | None = None
         landed = False
         try:
-            asked = [self._gateway.named(choice) for choice in requests_of(request)]
+            asked = [self._gateway.named(traced(choice, context)) for choice in requests_of(request)]
             if request.HasField("kv_transfer_params_json"):
                 taken = ticket.read(request.kv_transfer_params_json, asked[0])
                 if taken is not None and len(asked) > 1:
@@ -269,7 +269,7 @@ class DecodingService(EngineService):
 
 def _broken(error: Exception, request_id: str) -> Any:
     """The boundary of the process: the other gateway gets an answer, the log the traceback."""
-    _log.exception("request %r failed", request_id)
+    _log.exception("a request failed", extra={"request_id": request_id})
     return to_status(WorkerFailed(f"the gateway failed: {type(error).__name__}: {error}"))
 
 
