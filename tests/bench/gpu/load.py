@@ -2,8 +2,8 @@
 
     python -m tests.bench.gpu.load [--rates 1 2 4 6] [--seconds 10] [--prompt 4096] [--answer 256] [--png FILE]
 
-Requests arrive as a Poisson process, whatever the workers do; prompts of random tokens (nothing is cached), answers of a
-fixed length. The target is 8B-shaped with random weights and no drafter: what it says is noise, what it costs is not.
+Requests arrive as a Poisson process, whatever the workers do; prompts of random tokens (nothing is cached), answers of
+a fixed length. The target is 8B-shaped with random weights and no drafter: what it says is noise, what it costs is not.
 Each worker is an engine host in a process of its own with one GPU; this process is client and router, in one clock.
 Two aggregated replicas take requests in turn. Both arrangements see the same arrivals.
 
