@@ -16,6 +16,9 @@ from typing import Any, Protocol, cast
 import msgspec
 
 from cluster.config import limit_threads
+from cluster.logs import configure
+from cluster.observer import Observing
+from cluster.tracing import worker_tracing
 from workers.config import WorkerConfig
 from workers.errors import Refusal, WorkerRefused
 
@@ -46,8 +49,9 @@ class HostFactory(Protocol):
 class WorkerActor:
     """Wrapped by `ray.remote` where it is created. All methods run on the actor's one event loop."""
 
-    def __init__(self, config: bytes, host_factory: str = DEFAULT_HOST) -> None:
+    def __init__(self, config: bytes, host_factory: str = DEFAULT_HOST, observing: bytes = b"") -> None:
         self._config = msgspec.msgpack.decode(config, type=WorkerConfig)
+        self._observing = msgspec.msgpack.decode(observing, type=Observing) if observing else Observing()
         self._host_factory = host_factory
         self._stage = "starting"
         self._server: Any = None
@@ -63,11 +67,13 @@ class WorkerActor:
         An empty `node_ip` is the address under which Ray's other nodes reach this one.
         """
         limit_threads(self._config.num_threads)
+        configure(self._observing.log_format, self._observing.log_level)
         try:
             self._host = await asyncio.to_thread(self._load)
             from cluster.worker_server import WorkerServer
 
-            self._server = WorkerServer(self._host)
+            tracing = worker_tracing(self._observing.otel_endpoint, self._config.role)
+            self._server = WorkerServer(self._host, tracing)
             address = await self._server.start(node_ip or _own_node_ip())
         except WorkerRefused as refused:
             self._stage = "refused"

@@ -101,6 +101,7 @@ def readable(error: Exception) -> str | None:
     from cluster.errors import RequestError
     from cluster.local import StartFailed
     from cluster.membership import NotReady
+    from cluster.tracing import TracingMissing
     from workers.errors import WorkerRefused
     from workers.models.errors import CheckpointError
     from workers.pairs import PairError
@@ -113,7 +114,15 @@ def readable(error: Exception) -> str | None:
             named += [f"limit {error.limit}"] if error.limit else []
             named += [f"try again in {error.retry_after_s:g} s"] if error.retry_after_s is not None else []
             return f"{error.message} ({', '.join([error.code, *named])})"
-        case ConfigError() | StartFailed() | NotReady() | PairError() | CheckpointError() | OSError():
+        case (
+            TracingMissing()
+            | ConfigError()
+            | StartFailed()
+            | NotReady()
+            | PairError()
+            | CheckpointError()
+            | OSError()
+        ):
             return str(error)
         case _:
             return None
@@ -158,6 +167,7 @@ def readable(error: Exception) -> str | None:
 @click.option(
     "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="info: each request."
 )
+@click.option("--otel-endpoint", help="OTLP collector that traces go to: http://HOST:4317 (extra `otel`).")
 @click.option("--host-factory", hidden=True)
 def serve(config_path: Path | None, host_factory: str | None, **options: Any) -> None:
     """Start a cluster on this machine and serve until Ctrl-C."""

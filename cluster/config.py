@@ -17,6 +17,7 @@ import msgspec
 
 from cluster.access import Access, TokenFileError, read_tokens
 from cluster.logs import LogFormat, LogLevel
+from cluster.observer import Observing
 from cluster.placement import PlacementConfig
 from cluster.routing import WithoutContext
 from kvmanager.layout import DraftKv, PoolLayout
@@ -57,6 +58,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     `admission` "grow" lets generation workers take in more requests than their pools could finish at once.
     `local_prefill_tokens` is how much of a prompt a generation worker may compute itself instead of having it shipped;
     `without_context` "local" lets it compute any prompt while there is no context worker.
+    `otel_endpoint` is the OTLP collector (http://HOST:4317) that traces go to; it needs the extra `otel`.
     """
 
     pair: str = "smollm2"
@@ -106,6 +108,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     slo_itl_s: float = 0.1
     log_format: LogFormat = "text"
     log_level: LogLevel = "warning"
+    otel_endpoint: str = ""
     drain_s: float = 5.0
 
     ray_auth_mode: RayAuthMode = "disabled"
@@ -182,6 +185,12 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             drafting=self.drafting,
             draft_tokens=self.draft_tokens,
             num_threads=num_threads,
+        )
+
+    def observing(self) -> Observing:
+        """How every worker is observed."""
+        return Observing(
+            log_format=self.log_format, log_level=self.log_level, otel_endpoint=self.otel_endpoint
         )
 
     def _busy_at_once(self) -> int:

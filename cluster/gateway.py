@@ -218,6 +218,7 @@ class Gateway:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=STOP_WAIT_S)
         await self._membership.close()
+        await asyncio.to_thread(self._tracing.close)
 
     def limits(self, route: Route | None = None) -> ModelLimits:
         """What requests are checked against: the tightest of the route's workers. Raises NoWorkerReady."""

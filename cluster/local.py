@@ -173,10 +173,11 @@ class LocalCluster:
             self._roles[f"{role}-{number}"] = role
         placed = await self._place()
         actor_class = self._ray.remote(WorkerActor)
+        observing = msgspec.msgpack.encode(self.config.observing())
         for name, role in self._roles.items():
             config = msgspec.msgpack.encode(self.config.worker_config(role))
             options = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0, **placed.get(name, {})}
-            self._actors[name] = actor_class.options(**options).remote(config, self._host_factory)
+            self._actors[name] = actor_class.options(**options).remote(config, self._host_factory, observing)
 
     async def _place(self) -> dict[str, dict[str, Any]]:
         """Options of the actors whose nodes are chosen by label: all of them, or none. Raises StartFailed."""

@@ -9,12 +9,23 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 
+import msgspec
+
+from cluster.logs import LogFormat, LogLevel
 from cluster.tracing import WorkerTracing
 from kvmanager.ids import RequestId
 from workers.request import Role
 from workers.timeline import MAX_REQUESTS, RequestTimeline
 
 _log = logging.getLogger("cluster.worker_requests")
+
+
+class Observing(msgspec.Struct, frozen=True, kw_only=True):
+    """How a worker process is observed, as its cluster is configured."""
+
+    log_format: LogFormat = "text"
+    log_level: LogLevel = "warning"
+    otel_endpoint: str = ""
 
 
 class Observer:
@@ -36,6 +47,10 @@ class Observer:
             self._traces[request_id] = traceparent
             while len(self._traces) > MAX_REQUESTS:
                 self._traces.popitem(last=False)
+
+    def close(self) -> None:
+        if self._tracing is not None:
+            self._tracing.close()
 
     def ended(self, timeline: RequestTimeline) -> None:
         """Called by the engine's thread."""

@@ -25,6 +25,7 @@ from cluster.doors import Addresses, Doors
 from cluster.gateway import Gateway, GatewaySettings
 from cluster.link import LinkTimes, WorkerAddress
 from cluster.local import LocalCluster, Report
+from cluster.tracing import gateway_tracing
 from workers.pairs import resolve_pair
 from workers.tokenizer import Tokenizer
 
@@ -39,7 +40,7 @@ def load_tokenizer(pair: str) -> Tokenizer:
 
 
 def make_gateway(config: ClusterConfig, workers: Sequence[WorkerAddress], tokenizer: Tokenizer) -> Gateway:
-    """A gateway for these workers, not started yet."""
+    """A gateway for these workers, not started yet. Raises TracingMissing."""
     settings = GatewaySettings(
         route=config.mode,
         local_prefill_tokens=config.local_prefill_tokens,
@@ -60,6 +61,7 @@ def make_gateway(config: ClusterConfig, workers: Sequence[WorkerAddress], tokeni
         settings,
         new_id=lambda: uuid.uuid4().hex,
         new_seed=lambda: random.SystemRandom().getrandbits(63),
+        tracing=gateway_tracing(config.otel_endpoint),
     )
 
 

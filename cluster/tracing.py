@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Protocol
 
+from workers.request import Role
 from workers.timeline import RequestTimeline
 
 if TYPE_CHECKING:
@@ -48,11 +49,21 @@ class Tracing(Protocol):
         """A request arrived; `traceparent` is valid or empty."""
         ...
 
+    def close(self) -> None:
+        """Hand over what is still here. May take seconds."""
+        ...
+
 
 class WorkerTracing(Protocol):
     """Makes the spans of one worker, when a request has ended there."""
 
-    def ended(self, timeline: RequestTimeline, traceparent: str) -> None: ...
+    def ended(self, timeline: RequestTimeline, traceparent: str) -> None:
+        """`traceparent` is empty for a request that is not traced."""
+        ...
+
+    def close(self) -> None:
+        """Hand over what is still here. May take seconds."""
+        ...
 
 
 class _PassedOn:
@@ -76,3 +87,37 @@ class NoTracing:
 
     def begin(self, traceparent: str) -> RequestTrace:
         return _PassedOn(traceparent) if traceparent else NO_TRACE
+
+    def close(self) -> None:
+        pass
+
+
+class TracingMissing(Exception):
+    """Traces are asked for, and OpenTelemetry is not installed."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "otel_endpoint is set, but OpenTelemetry is not installed: pip install 'slipstream-serve[otel]'"
+        )
+
+
+def gateway_tracing(endpoint: str) -> Tracing:
+    """Traces of a gateway to the OTLP collector at `endpoint`; empty makes none. Raises TracingMissing."""
+    if not endpoint:
+        return NoTracing()
+    try:
+        from cluster import otel
+    except ImportError as error:
+        raise TracingMissing from error
+    return otel.OtelTracing(otel.provider(endpoint, "gateway"))
+
+
+def worker_tracing(endpoint: str, role: Role) -> WorkerTracing | None:
+    """Spans of a worker, or None. Raises TracingMissing."""
+    if not endpoint:
+        return None
+    try:
+        from cluster import otel
+    except ImportError as error:
+        raise TracingMissing from error
+    return otel.OtelWorkerTracing(otel.provider(endpoint, role), role)

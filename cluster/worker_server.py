@@ -157,6 +157,7 @@ class WorkerServer:
             await self._server.stop(0.2)
             self._server = None
         await asyncio.to_thread(self._host.stop)
+        await asyncio.to_thread(self._observer.close)
 
     def _handlers(self) -> dict[str, Handler]:
         return {

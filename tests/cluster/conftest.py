@@ -21,6 +21,7 @@ from cluster.http_door import HttpDoor, Operations, make_app, openai_routes
 from cluster.link import LinkTimes, WorkerAddress
 from cluster.security import TlsFiles, TokenFile
 from cluster.service import Door
+from cluster.tracing import Tracing, WorkerTracing
 from cluster.worker_server import WorkerServer
 from kvmanager.ids import WorkerEpoch
 from tests.cluster.fake_worker import ByteTokenizer, FakeHost
@@ -57,12 +58,14 @@ async def start_fake_cluster(
     tokens: TokenFile | None = None,
     tls: TlsFiles | None = None,
     access: Access | None = None,
+    tracing: Tracing | None = None,
+    worker_tracing: Callable[[str], WorkerTracing] | None = None,
     **settings: Any,
 ) -> FakeCluster:
     """Workers are named role-number, in order. `stack` stops everything in reverse."""
     servers, addresses = {}, []
     for number, host in enumerate(hosts):
-        server = WorkerServer(host)
+        server = WorkerServer(host, worker_tracing(host.role) if worker_tracing is not None else None)
         name = f"{host.role}-{number}"
         addresses.append(WorkerAddress(name, host.role, await server.start("127.0.0.1")))
         stack.push_async_callback(server.stop)
@@ -74,6 +77,7 @@ async def start_fake_cluster(
         GatewaySettings(route=route, times=LinkTimes(0.05, 1.0), **settings),
         new_id=lambda: f"internal-{next(ids)}",
         new_seed=lambda: 1,
+        tracing=tracing,
     )
     stack.push_async_callback(gateway.stop)
     await gateway.start(10.0)
