@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from kvmanager.ids import PageId
 from transceiver import plan
 from transceiver.annex import Stage, Stamp
@@ -100,16 +102,16 @@ class Lane:
         self.shipped += count
 
     def _tag_copies(self, ours: int, pages: tuple[PageId, ...], theirs: Region) -> list[Copy]:
-        places = slots(pages, self.pool, self.their_target_pages)
-        copies: list[Copy] = []
-        for index, place in enumerate(places):
-            copy = Copy(ours + index * TAG.itemsize, theirs.address + place * TAG.itemsize, TAG.itemsize)
-            last = copies[-1] if copies else None
-            if last is not None and last.destination + last.size == copy.destination:
-                copies[-1] = Copy(last.source, last.destination, last.size + copy.size)
-            else:
-                copies.append(copy)
-        return copies
+        places = np.array(slots(pages, self.pool, self.their_target_pages))
+        starts = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist()]
+        return [
+            Copy(
+                ours + start * TAG.itemsize,
+                theirs.address + int(places[start]) * TAG.itemsize,
+                (end - start) * TAG.itemsize,
+            )
+            for start, end in zip(starts, [*starts[1:], len(pages)], strict=True)
+        ]
 
 
 def batch(

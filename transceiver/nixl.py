@@ -168,11 +168,15 @@ class NixlTransport:
             return
         handles: list[_Handle] = []
         try:
-            handles += [self._move(peer, move) for move in write.moves]
-            handles += [self._request(write.peer, *batch) for batch in self._batches(peer, write) if batch[0]]
-            # Between host memories of one machine this call copies everything before it returns.
-            for handle in handles:
-                self._agent.transfer(handle)
+            # Each is posted before the next is made: a device copies pages while tags get ready. Between host memories
+            # of one machine a post copies everything before it returns.
+            for move in write.moves:
+                handles.append(self._move(peer, move))
+                self._agent.transfer(handles[-1])
+            for copies, here, there in self._batches(peer, write):
+                if copies:
+                    handles.append(self._request(write.peer, copies, here, there))
+                    self._agent.transfer(handles[-1])
         except self._errors as error:
             self._release(handles)
             self._fail(write.write, write.peer, error)
