@@ -42,6 +42,7 @@ def examine(pair: str, floor_gigabytes_per_s: float) -> list[Finding]:
         _ray,
         _shared_memory,
         lambda: _transport(floor_gigabytes_per_s),
+        _device_transport,
         _flashinfer,
         lambda: _pair(pair),
     )
@@ -151,7 +152,7 @@ def _shared_memory() -> list[Finding]:
 
 
 def _transport(floor_gigabytes_per_s: float) -> list[Finding]:
-    version = _version("nixl-cu12") or _version("nixl")
+    version = _version("nixl-cu12") or _version("nixl-cu13") or _version("nixl")
     if version is None:
         return [
             Finding("nixl", "fail", "nixl is not installed; split mode cannot ship KV", "Run 'make setup'.")
@@ -176,6 +177,31 @@ def _transport(floor_gigabytes_per_s: float) -> list[Finding]:
         remedy = "Workers in separate PID or IPC namespaces cannot share memory; let them share both."
         return [*found, Finding("transport", "warn", detail, remedy)]
     return [*found, Finding("transport", "ok", detail)]
+
+
+def _device_transport() -> list[Finding]:
+    """Between the first two devices, or within the only one. Nothing where there is none."""
+    from transceiver import cuda, selftest
+    from transceiver.errors import SelfTestFailed
+
+    count = cuda.device_count()
+    if not count:
+        return []
+    try:
+        measured = selftest.run(512 << 20, devices=(0, 1 % count))
+    except SelfTestFailed as error:
+        remedy = "Split mode will not work on these devices. See UCX_LOG_LEVEL=info."
+        return [Finding("device transport", "fail", str(error), remedy)]
+    detail = (
+        f"UCX chose {measured.transport}: {measured.gigabytes_per_s:.1f} GB/s between two processes (a plain copy "
+        f"{measured.memcpy_gigabytes_per_s:.1f} GB/s), first transfer {measured.first_s * 1000:.0f} ms"
+    )
+    if "cuda" not in measured.transport:
+        remedy = (
+            "KV goes through host memory. Workers must share a PID namespace, and see each other's devices."
+        )
+        return [Finding("device transport", "warn", detail, remedy)]
+    return [Finding("device transport", "ok", detail)]
 
 
 def _flashinfer() -> list[Finding]:

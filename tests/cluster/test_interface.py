@@ -15,12 +15,13 @@ from click.testing import CliRunner
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from cluster import cli
+from cluster import cli, doctor
 from cluster.client import Client
 from cluster.doctor import Finding
 from cluster.errors import RequestError
 from cluster.rpc.v1 import admin_pb2
 from tests.cluster.conftest import FakeCluster
+from transceiver import cuda, selftest
 
 ROOT = Path(__file__).parents[2]
 PROTOS = sorted((ROOT / "proto" / "cluster" / "rpc" / "v1").glob("*.proto"))
@@ -214,3 +215,28 @@ def test_doctor_fails_when_a_finding_does(
     assert got == status
     assert "is so" in out
     assert "do that" in out
+
+
+@pytest.mark.parametrize(
+    ("devices", "transport", "levels"),
+    [(0, "unused", []), (1, "cuda_ipc/cuda", ["ok"]), (2, "tcp/lo", ["warn"])],
+)
+def test_doctor_looks_at_the_link_between_devices_where_there_are_some(
+    devices: int, transport: str, levels: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    between: list[tuple[int, int]] = []
+
+    def measured(num_bytes: int, devices: tuple[int, int]) -> selftest.SelfTest:
+        between.append(devices)
+        return selftest.SelfTest(
+            transport=transport,
+            num_bytes=num_bytes,
+            gigabytes_per_s=290.0,
+            memcpy_gigabytes_per_s=392.0,
+            first_s=0.2,
+        )
+
+    monkeypatch.setattr(cuda, "device_count", lambda: devices)
+    monkeypatch.setattr(selftest, "run", measured)
+    assert [finding.level for finding in doctor._device_transport()] == levels
+    assert between == [(0, devices - 1)] * len(levels)
