@@ -1,4 +1,4 @@
-"""The load bench's arithmetic: who meets the SLO, what the quantiles are of, and arrivals that do not wait for anybody."""
+"""The load bench: who meets the SLO, what the quantiles are of, and arrivals that do not wait for anybody."""
 
 from __future__ import annotations
 
