@@ -99,11 +99,14 @@ parity: $(PARITY_STAMP)  ## compare with transformers and the reference drafter 
 soak: setup  ## ten thousand histories of a pair, twenty deaths over NIXL (minutes)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -m soak --hypothesis-show-statistics
 
-test-gpu:  ## the tests that need CUDA devices; PYTHON is the interpreter of an environment with torch for CUDA
-	@$(PYTHON) -m pytest tests -m gpu
+# An environment of one's own may stand in for .venv on a machine with GPUs: make bench-gpu GPU_PYTHON=python3
+GPU_PYTHON ?= $(BIN)/python
 
-bench-gpu:  ## every GPU figure beside its limit: JSON and a PNG per figure into OUT (default bench-gpu); PYTHON as above
-	@$(PYTHON) -m tests.bench.gpu.suite $(if $(OUT),--out $(OUT))
+test-gpu:  ## the tests that need CUDA devices (GPU_PYTHON: another interpreter than .venv's)
+	@$(GPU_PYTHON) -m pytest tests -m gpu
+
+bench-gpu:  ## every GPU figure beside its limit: JSON, and PNGs (extra: bench), into OUT (default bench-gpu)
+	@$(GPU_PYTHON) -m tests.bench.gpu.suite $(if $(OUT),--out $(OUT))
 
 chaos: setup  ## steady requests while workers are killed, stopped and drained (some minutes)
 	@$(BIN)/python -m tests.faults.chaos --requests 300
