@@ -9,6 +9,7 @@ SETUP_STAMP := .venv/.setup-$(shell cat $(SETUP_INPUTS) | cksum | tr ' ' '-')
 HELM_STAMP := .venv/.helm-$(shell cat deploy/helm.txt | cksum | tr ' ' '-')
 PARITY_INPUTS := deploy/parity.txt deploy/parity_alone.txt
 PARITY_STAMP := .venv-parity/.setup-$(shell cat $(PARITY_INPUTS) $(SETUP_INPUTS) 2>/dev/null | cksum | tr ' ' '-')
+PEERS_STAMP := .venv-peers/.setup-$(shell cat deploy/peers.txt | cksum | tr ' ' '-')
 # Progress bars of downloads are for people.
 QUIET := $(shell test -t 2 || echo --quiet)
 PROTOS := $(wildcard proto/cluster/rpc/v1/*.proto)
@@ -16,7 +17,7 @@ PROTOS := $(wildcard proto/cluster/rpc/v1/*.proto)
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help setup demo test check format lint types contracts protos stubs stubs-check unit parity soak test-gpu chaos bench bench-gpu clean
+.PHONY: help setup demo test check format lint types contracts protos stubs stubs-check unit parity gateways soak test-gpu chaos bench bench-gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -96,6 +97,15 @@ $(PARITY_STAMP): $(PARITY_INPUTS) $(SETUP_INPUTS)
 parity: $(PARITY_STAMP)  ## compare with transformers and the reference drafter (slow, own environment)
 	@.venv-parity/bin/python -m pytest tests/parity -m parity
 
+$(PEERS_STAMP): deploy/peers.txt
+	@test -n "$(PYTHON)" || { echo "Slipstream needs Python 3.11 or newer"; exit 1; }
+	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install $(QUIET) --disable-pip-version-check -r deploy/peers.txt
+	@rm -f .venv-peers/.setup-* && touch $@
+
+gateways: setup $(PEERS_STAMP)  ## put smg, another project's gateway, in front of a real cluster (minutes, own environment)
+	@$(BIN)/python -m pytest tests/gateways -m gateways -rP
+
 soak: setup  ## ten thousand histories of a pair, twenty deaths over NIXL (minutes)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -m soak --hypothesis-show-statistics
 
@@ -116,5 +126,5 @@ bench: setup  ## bookkeeping per decode step; shipping a prompt's KV, against me
 	@$(BIN)/python -m tests.bench.kv_transfer
 
 clean:  ## remove caches and both environments
-	rm -rf .venv .venv-parity .venv-deploy .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist
+	rm -rf .venv .venv-parity .venv-peers .venv-deploy .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
