@@ -17,7 +17,7 @@ PROTOS := $(wildcard proto/cluster/rpc/v1/*.proto)
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help setup demo test check format lint types contracts protos stubs stubs-check unit parity gateways soak test-gpu chaos bench bench-gpu clean
+.PHONY: help setup demo test check format lint types contracts protos stubs stubs-check unit parity gateways soak test-gpu chaos flood fuzz bench bench-gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -120,6 +120,13 @@ bench-gpu:  ## every GPU figure beside its limit: JSON, and PNGs (extra: bench),
 
 chaos: setup  ## steady requests while workers are killed, stopped and drained (some minutes)
 	@$(BIN)/python -m tests.faults.chaos --requests 300
+
+flood: setup  ## bursts of long prompts given up midway, then many short ones: a probe answers, memory is flat (minutes)
+	@$(BIN)/python -m tests.faults.flood
+
+FUZZ_SECONDS ?= 300
+fuzz: setup  ## nonsense at both doors of running processes for FUZZ_SECONDS (300)
+	@$(BIN)/python -m tests.faults.fuzz --seconds $(FUZZ_SECONDS)
 
 bench: setup  ## bookkeeping per decode step; shipping a prompt's KV, against memcpy, plain NIXL and Ray
 	@$(BIN)/python -m tests.bench.bookkeeping

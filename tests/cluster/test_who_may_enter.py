@@ -6,8 +6,6 @@ import logging
 import os
 import shutil
 import ssl
-import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from cluster.config import ConfigError, load_config
 from cluster.doors import Doors
 from cluster.errors import RequestError
 from cluster.security import TlsFiles, TokenFile, Unauthenticated
+from tests.cluster.certificates import Certificates, make_certificates
 from tests.cluster.conftest import FakeCluster, StartCluster
 from tests.cluster.fake_worker import FakeHost
 
@@ -157,33 +156,11 @@ async def test_the_http_door_asks_for_it_too(guarded: FakeCluster) -> None:
             assert (await plain.get(guarded.http + path)).status_code == status, path
 
 
-@dataclass(frozen=True)
-class Certificates:
-    ca: Path
-    server: TlsFiles
-    client_cert: Path
-    client_key: Path
-
-
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    """An authority, and certificates of it for 127.0.0.1 and for a client."""
     if shutil.which("openssl") is None:
         pytest.skip("needs the openssl command")
-    at = tmp_path_factory.mktemp("tls")
-
-    def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], check=True, capture_output=True, cwd=at)
-
-    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    openssl("req", "-x509", *key, "-days", "2", "-subj", "/CN=ca", "-keyout", "ca.key", "-out", "ca.pem")
-    (at / "names").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
-    for name in ("server", "client"):
-        openssl("req", *key, "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr")
-        signing = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "names")
-        openssl("x509", "-req", "-in", f"{name}.csr", *signing, "-out", f"{name}.pem")
-    server = TlsFiles(at / "server.pem", at / "server.key")
-    return Certificates(at / "ca.pem", server, at / "client.pem", at / "client.key")
+    return make_certificates(tmp_path_factory.mktemp("tls"))
 
 
 async def test_tls_serves_who_trusts_the_authority(
@@ -214,11 +191,13 @@ async def test_mutual_tls_serves_only_clients_with_a_certificate(
         FakeHost("aggregated"), route="aggregated", http=True, tls=tls, access=access
     )
     assert (await cluster.client.complete("ab", max_tokens=3))[0] == "aba"
-    stranger = AsyncClient(cluster.address, Access(ca_file=certificates.ca))
-    with pytest.raises(RequestError) as refused:
-        await stranger.model(timeout_s=2.0)
-    assert refused.value.code in ("UNAVAILABLE", "DEADLINE_EXCEEDED")
-    await stranger.close()
+    theirs = {"cert_file": certificates.stranger_cert, "key_file": certificates.stranger_key}
+    for wrong in ({}, theirs):
+        stranger = AsyncClient(cluster.address, Access(ca_file=certificates.ca, **wrong))
+        with pytest.raises(RequestError) as refused:
+            await stranger.model(timeout_s=2.0)
+        assert refused.value.code in ("UNAVAILABLE", "DEADLINE_EXCEEDED")
+        await stranger.close()
     trust = ssl.create_default_context(cafile=str(certificates.ca))
     async with httpx2.AsyncClient(verify=trust) as nobody:
         with pytest.raises(httpx2.HTTPError):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
 import msgspec
 import pytest
 
+from kvmanager.ids import RequestId
 from tests.workers.split_pair import SplitPair, config, run_aggregated
 from transceiver.loopback import Faults
 from workers.assembly import Models
@@ -324,3 +327,28 @@ def test_steps_without_drafts_do_not_count_as_drafted(models: Models, prompts: l
     pair.run()
     assert decode.drafted_tokens == GREEDY.max_tokens - 1
     assert decode.drafted_steps == decode.decode_steps - decode.drafted_tokens
+
+
+def test_s01_after_bursts_of_cancelled_long_prompts_a_probe_is_served_at_once(
+    models: Models, prompts: list[list[int]]
+) -> None:
+    """Four bursts, more of each than fits; every client leaves at a random moment. (make flood: with processes.)"""
+    pair, chance = SplitPair(models, context=config("context", pages=80)), random.Random(1)
+    for _ in range(4):
+        leaving: dict[int, list[RequestId]] = {}
+        for _ in range(24):
+            prompt = [chance.randrange(256) for _ in range(chance.randint(200, 440))]
+            leaving.setdefault(chance.randrange(40), []).append(pair.ask(prompt, GREEDY))
+        for tick in range(40):
+            pair.tick()
+            for request_id in leaving.get(tick, ()):
+                pair.generation.cancel(request_id)
+                pair.context.cancel(request_id)
+        probe = pair.ask(prompts[0], GREEDY)
+        ticks = 0
+        while not pair.outcomes[probe].tokens:
+            pair.tick()
+            ticks += 1
+        assert ticks < 100, "nothing of the burst is in its way"
+        pair.run()
+        assert pair.outcomes[probe].finish == "length"
