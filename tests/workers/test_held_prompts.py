@@ -12,7 +12,7 @@ from kvmanager.ids import RequestId, WorkerEpoch
 from tests.workers.split_pair import TICK_S, Outcome, SplitPair, config, run_aggregated
 from workers.assembly import Models
 from workers.config import WorkerConfig
-from workers.engine import ContextDone, EngineEvent, Granted, PromptHeld, Refused
+from workers.engine import ContextDone, EngineEvent, PromptHeld, Refused
 from workers.errors import InvalidRequest, NotHeld, PeerUnknown, RequestCancelled
 from workers.request import Held, HoldRequest, Reservation, Role, SamplingParams, ShipRequest
 
@@ -42,8 +42,8 @@ class HoldingPair(SplitPair):
         self.context.step = listening  # type: ignore[method-assign]
         self.granted: dict[RequestId, Reservation] = {}
 
-    def _prefill(self, granted: Granted) -> None:
-        self.granted[granted.request_id] = granted.reservation
+    def _prefill(self, request_id: RequestId, reservation: Reservation) -> None:
+        self.granted[request_id] = reservation
 
     def hold(self, lease_s: float = 5.0, sampling: SamplingParams = ANSWER) -> None:
         request = HoldRequest(
