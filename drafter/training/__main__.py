@@ -2,6 +2,7 @@
 
 python -m drafter.training --pair tiny --out OUT
 torchrun --nproc-per-node 4 -m drafter.training --pair smollm2 --out OUT
+torchrun --nproc-per-node 1 -m drafter.training --pair smollm2 --kind dspark --stage train eval --out OUT
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import torch
 
+from drafter.config import MarkovKind
+from drafter.dialects import Family
 from drafter.training import stages
-from drafter.training.plan import PLANS, Plan, toy
+from drafter.training.checkpoint import HeadPlan
+from drafter.training.plan import PLANS, Plan, plan_of, toy
 from drafter.training.processes import process
 from workers.pairs import resolve_pair
 
@@ -31,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the stages asked for; 2 for a request that cannot be met."""
     began = time.monotonic()
     options = _parser().parse_args(arguments)
-    plan = PLANS[options.pair]
+    plan = plan_of(options.pair, options.kind)
     device = "cuda" if torch.cuda.is_available() and not options.cpu else "cpu"
     wanted = ["data", "train", "eval"] if "all" in options.stage else options.stage
     if options.pair == "smollm2" and device == "cpu" and not options.toy and {"data", "train"} & set(wanted):
@@ -43,8 +48,14 @@ def main(arguments: list[str] | None = None) -> int:
     if target_path is None:
         target_path = out / "target" if plan.target_recipe else resolve_pair(options.pair).target_path
     with process(device) as here:
-        run = stages.Run(plan=plan, out=out, target_path=target_path, prompts=options.prompts)
-        here.say(f"{plan.pair}: {', '.join(wanted)} on {here.world} x {_device_name(device)}")
+        run = stages.Run(
+            plan=plan,
+            out=out,
+            target_path=target_path,
+            prompts=options.prompts,
+            corpus=options.corpus or out / "corpus",
+        )
+        here.say(f"{plan.pair} {plan.kind}: {', '.join(wanted)} on {here.world} x {_device_name(device)}")
         if device == "cpu" and plan.target_recipe is not None and "data" in wanted and not options.toy:
             here.say("no GPU: target and drafter take about 90 minutes on 2 cores")
         if "prompts" in wanted:
@@ -72,7 +83,19 @@ def _adjusted(plan: Plan, options: argparse.Namespace) -> Plan:
         recipe = replace(recipe, learning_rate=options.learning_rate)
     sequences = {family: max(1, round(n * options.data_share)) for family, n in plan.sequences.items()}
     recipe = replace(recipe, seed=options.seed)
-    return replace(plan, recipe=recipe, sequences=sequences, seed=options.seed)
+    plan = replace(plan, recipe=recipe, sequences=sequences, seed=options.seed)
+    if options.num_layers is not None:
+        plan = replace(plan, num_layers=options.num_layers)
+    if options.intermediate_size is not None:
+        plan = replace(plan, intermediate_size=options.intermediate_size)
+    if plan.heads is not None:
+        rank, kind = options.markov_rank, options.markov_head
+        heads = HeadPlan(
+            plan.heads.markov_rank if rank is None else rank,
+            plan.heads.markov_kind if kind is None else kind,
+        )
+        plan = replace(plan, heads=heads)
+    return plan
 
 
 def _device_name(device: str) -> str:
@@ -84,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m drafter.training", description=__doc__.partition("\n")[0]
     )
     parser.add_argument("--pair", choices=sorted(PLANS), required=True)
+    parser.add_argument("--kind", choices=get_args(Family), default="dflash", help="the drafter's family")
     parser.add_argument(
         "--stage",
         choices=("prompts", "data", "train", "eval", "all"),
@@ -92,6 +116,13 @@ def _parser() -> argparse.ArgumentParser:
         help="all = data, train, eval; prompts rewrites the shipped prompt sets (smollm2)",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where everything is written")
+    parser.add_argument(
+        "--corpus", type=Path, metavar="DIR", help="train on the data of another run (default OUT/corpus)"
+    )
+    parser.add_argument("--num-layers", type=int, help="draft layers instead of the plan's")
+    parser.add_argument("--intermediate-size", type=int, help="width of the MLPs instead of the plan's")
+    parser.add_argument("--markov-rank", type=int, help="dspark: rank of the Markov head, 0 for none")
+    parser.add_argument("--markov-head", choices=get_args(MarkovKind), help="dspark: kind of the Markov head")
     parser.add_argument("--steps", type=int, help="drafter steps instead of the plan's")
     parser.add_argument(
         "--max-seconds", type=float, help="end drafter training by then; the schedule shrinks with it"
@@ -106,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--toy", action="store_true", help="all stages at toy size, a dry run")
     parser.add_argument("--cpu", action="store_true", help="stay on the CPU")
     parser.add_argument("--target", type=Path, help="the target, if not the pair's own")
-    parser.add_argument("--drafter", type=Path, help="eval: the drafter to measure (default OUT/drafter)")
+    parser.add_argument("--drafter", type=Path, help="eval: the drafter to measure (default the one in OUT)")
     parser.add_argument("--prompts", type=Path, default=_SHIPPED_PROMPTS, help="the shipped prompt sets")
     parser.add_argument("--count", type=int, default=64, help="prompts: prompts in each set")
     return parser

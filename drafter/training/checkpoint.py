@@ -1,7 +1,8 @@
-"""Writing and reading drafters in z-lab's DFlash layout: config.json and model.safetensors."""
+"""Writing and reading drafters, DFlash in z-lab's layout and DSpark in SpecForge's: config.json, model.safetensors."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,17 @@ import torch
 from safetensors.torch import load_file
 
 from drafter.checkpoint import read_config, save_drafter
+from drafter.config import MarkovKind
 from drafter.training.llama import LlamaShape
 from drafter.training.network import DraftNetwork
+
+
+@dataclass(frozen=True, slots=True)
+class HeadPlan:
+    """DSpark's heads: a Markov head of this rank (0: none) and kind, and a confidence head."""
+
+    markov_rank: int
+    markov_kind: MarkovKind
 
 
 def drafter_config(
@@ -23,14 +33,28 @@ def drafter_config(
     bos_token_id: int,
     eos_token_id: int,
     target_fingerprint: str,
+    heads: HeadPlan | None = None,
+    intermediate_size: int | None = None,
 ) -> dict[str, Any]:
-    """config.json of a drafter whose layers are as wide as the target's."""
+    """config.json of a drafter as wide as the target: DSpark with `heads`, DFlash without.
+
+    `intermediate_size` is the target's unless it says otherwise.
+    """
+    drafting: dict[str, Any] = {"mask_token_id": mask_token_id, "target_layer_ids": list(tap_layer_ids)}
+    if heads is not None:
+        drafting |= {
+            "projector_type": "dspark",
+            "markov_rank": heads.markov_rank,
+            "markov_head_type": heads.markov_kind,
+            "enable_confidence_head": True,
+            "confidence_head_with_markov": heads.markov_rank > 0,
+        }
     return {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": ["DFlashDraftModel" if heads is None else "DSparkDraftModel"],
         "model_type": "qwen3",
         "dtype": "bfloat16",
         "hidden_size": target.hidden_size,
-        "intermediate_size": target.intermediate_size,
+        "intermediate_size": intermediate_size or target.intermediate_size,
         "num_hidden_layers": num_layers,
         "num_attention_heads": target.num_heads,
         "num_key_value_heads": target.num_kv_heads,
@@ -57,7 +81,7 @@ def drafter_config(
         "num_target_layers": target.num_layers,
         "block_size": block_size,
         "target_fingerprint": target_fingerprint,
-        "dflash_config": {"mask_token_id": mask_token_id, "target_layer_ids": list(tap_layer_ids)},
+        "dflash_config": drafting,
     }
 
 

@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drafter.training.blocks import cut_blocks, sample_anchors
+from drafter.training.blocks import Blocks, cut_blocks, sample_anchors
 from drafter.training.corpus import Batch, Corpus
 from drafter.training.llama import Llama
 from drafter.training.network import DraftNetwork, weighted_cross_entropy
+from drafter.training.sequential_loss import PUBLISHED, Mixture, Slots, dspark_loss, mixture
 
 _REPORT_EVERY = 50  # steps
 _TALK_EVERY = 20  # steps between agreeing on the time among processes
@@ -80,7 +81,7 @@ def fit(
             break
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * _rate(step, progress, recipe.warmup_steps)
-        loss = batch_loss(network, target, batch, recipe.anchor_share, generator)
+        loss = batch_loss(network, target, batch, recipe.anchor_share, generator, mixture(progress))
         loss.backward()
         if world > 1:
             _average_gradients(network, world)
@@ -97,22 +98,65 @@ def fit(
 
 
 def batch_loss(
-    network: DraftNetwork, target: Llama, batch: Batch, anchor_share: float, generator: torch.Generator | None
+    network: DraftNetwork,
+    target: Llama,
+    batch: Batch,
+    anchor_share: float,
+    generator: torch.Generator | None,
+    mix: Mixture = PUBLISHED,
 ) -> Tensor:
-    """The weighted loss of random blocks of one batch."""
-    tokens = batch.tokens_BS
+    """The weighted loss of random blocks of one batch; `mix` matters to DSpark alone."""
+    tokens, config = batch.tokens_BS, network.config
     count = max(1, round(tokens.shape[1] * anchor_share))
     anchors = sample_anchors(batch.prompt_lengths_B, batch.lengths_B, count, generator)
-    blocks = cut_blocks(tokens, batch.lengths_B, anchors, network.config.block_size)
-    taps = target.taps(tokens, network.config.tap_layer_ids)
+    blocks = cut_blocks(tokens, batch.lengths_B, anchors, config.block_size, first_slot=config.first_slot)
+    if config.family == "dspark":
+        taps, final = target.taps_and_final(tokens, config.tap_layer_ids)
+    else:
+        taps, final = target.taps(tokens, config.tap_layer_ids), None
     embedding = target.embedding_VH.detach()
     with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=tokens.device.type == "cuda"):
         hidden = network(
             taps, anchors, tokens.gather(1, anchors), torch.zeros_like(batch.lengths_B), embedding
         )
-        scored = hidden[:, :, 1:].reshape(-1, hidden.shape[-1]).to(embedding.dtype)
-        labels, weights = blocks.labels_BAK[..., 1:].flatten(), blocks.weights_BAK[..., 1:].flatten()
+        if final is not None:
+            return _sequential_loss(network, hidden, final, blocks, embedding, mix)
+        drafting = slice(config.first_slot, None)
+        scored = hidden[:, :, drafting].reshape(-1, hidden.shape[-1]).to(embedding.dtype)
+        labels, weights = (
+            blocks.labels_BAK[..., drafting].flatten(),
+            blocks.weights_BAK[..., drafting].flatten(),
+        )
         return weighted_cross_entropy(scored, embedding, labels, weights)
+
+
+def _sequential_loss(
+    network: DraftNetwork,
+    hidden_BAKH: Tensor,
+    final_BSH: Tensor,
+    blocks: Blocks,
+    embedding: Tensor,
+    mix: Mixture,
+) -> Tensor:
+    markov, confidence = network.markov_head, network.confidence_head
+    latents = markov.latents(blocks.previous_BAK, hidden_BAKH) if markov is not None else None
+    embedded = markov.markov_w1(blocks.previous_BAK) if markov is not None else None
+    confidences = confidence(hidden_BAKH, embedded) if confidence is not None else None
+    # The target predicts a slot's token from the position before it.
+    slots = torch.arange(blocks.labels_BAK.shape[-1], device=final_BSH.device)
+    before = (blocks.anchors_BA[..., None] + slots - network.config.first_slot).clamp(
+        0, final_BSH.shape[1] - 1
+    )
+    rows = before.flatten(1)[..., None].expand(-1, -1, final_BSH.shape[-1])
+    scored = Slots(
+        hidden_MH=hidden_BAKH.flatten(0, 2),
+        latents_MR=latents.flatten(0, 2) if latents is not None else None,
+        confidence_M=confidences.flatten() if confidences is not None else None,
+        target_hidden_MH=final_BSH.gather(1, rows).flatten(0, 1),
+        labels_M=blocks.labels_BAK.flatten(),
+        weights_M=blocks.weights_BAK.flatten(),
+    )
+    return dspark_loss(scored, embedding, markov.markov_w2.weight if markov is not None else None, mix)
 
 
 def _rate(step: int, progress: float, warmup_steps: int) -> float:

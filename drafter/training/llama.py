@@ -158,7 +158,15 @@ class Llama(nn.Module):
         """Outputs of the named layers (0-based), concatenated: [B, S, X]. Layers behind the last tap are not run."""
         return torch.cat(self._run(tokens_BS, layer_ids)[1], dim=-1)
 
-    def _run(self, tokens_BS: Tensor, layer_ids: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
+    @torch.no_grad()
+    def taps_and_final(self, tokens_BS: Tensor, layer_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """The same outputs, and the final normalised hidden states [B, S, H]."""
+        x, taps = self._run(tokens_BS, layer_ids, to_the_end=True)
+        return torch.cat(taps, dim=-1), self.norm(x)
+
+    def _run(
+        self, tokens_BS: Tensor, layer_ids: tuple[int, ...], *, to_the_end: bool = False
+    ) -> tuple[Tensor, list[Tensor]]:
         positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
         x = self.embed_tokens(tokens_BS)
         cos, sin = rotary_tables(positions, self.shape.head_dim, self.shape.rope_theta)
@@ -168,7 +176,7 @@ class Llama(nn.Module):
             x = layer(x, cos, sin)
             if index in layer_ids:
                 taps.append(x)
-                if len(taps) == len(layer_ids):
+                if len(taps) == len(layer_ids) and not to_the_end:
                     break
         return x, taps
 

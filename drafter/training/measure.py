@@ -103,7 +103,7 @@ def measure(
 
 
 def _proposals(network: DraftNetwork, target: Llama, batch: Batch, context: Context) -> Tensor:
-    """Greedy drafts at every anchor: [B, A, K-1], anchor i being the answer's i-th token."""
+    """Greedy drafts at every anchor: [B, A, drafts], anchor i being the answer's i-th token."""
     tokens, prompt_lengths = batch.tokens_BS, batch.prompt_lengths_B
     taps = target.taps(tokens, network.config.tap_layer_ids)
     if context is Context.ANOTHER_REQUEST:
@@ -115,8 +115,9 @@ def _proposals(network: DraftNetwork, target: Llama, batch: Batch, context: Cont
     for begin in range(0, longest, _ANCHORS_AT_ONCE):
         offsets = torch.arange(begin, min(begin + _ANCHORS_AT_ONCE, longest), device=tokens.device)
         anchors = (prompt_lengths[:, None] + offsets).clamp(max=tokens.shape[1] - 1)
-        slots = network(taps, anchors, tokens.gather(1, anchors), hidden_before, embedding)
-        drafts.append((slots[:, :, 1:].to(embedding.dtype) @ embedding.T).argmax(-1))
+        anchor_ids = tokens.gather(1, anchors)
+        hidden = network(taps, anchors, anchor_ids, hidden_before, embedding)
+        drafts.append(network.draft(hidden, anchor_ids, embedding))
     return torch.cat(drafts, dim=1)
 
 

@@ -1,6 +1,6 @@
 """The draft model in the form that is trained: all blocks of all sequences of a batch in one pass.
 
-Parameters carry the tensor names of z-lab's DFlash checkpoints, so `state_dict()` is the checkpoint. Embedding and
+Parameters carry the tensor names of the checkpoints, so `state_dict()` is the checkpoint. Embedding and
 output projection are the target's and frozen; they are arguments, not parameters.
 
 Legend: B sequences, S positions, X taps times target hidden size, H hidden size, A anchors, K block size, N query
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from drafter.config import DrafterConfig
 from drafter.training.blocks import context_mask
+from drafter.training.heads import build_heads
 from drafter.training.llama import RmsNorm, rotary_tables, rotate
 
 Rope = tuple[Tensor, Tensor]  # cosine and sine, broadcastable over heads
@@ -95,7 +96,7 @@ class _Layer(nn.Module):
 
 
 class DraftNetwork(nn.Module):
-    """A DFlash draft model, trainable."""
+    """A DFlash or DSpark draft model, trainable."""
 
     def __init__(self, config: DrafterConfig, target_hidden_size: int) -> None:
         super().__init__()
@@ -107,6 +108,7 @@ class DraftNetwork(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
+        self.markov_head, self.confidence_head = build_heads(config)
 
     def _blocks(self) -> Iterator[_Layer]:
         for layer in self.layers:
@@ -121,7 +123,7 @@ class DraftNetwork(nn.Module):
         first_visible_B: Tensor,
         embedding_VH: Tensor,
     ) -> Tensor:
-        """Final normalised hidden states of all slots: [B, A, K, H]; slot j predicts the token at anchor + j.
+        """Final normalised hidden states of all slots: [B, A, K, H].
 
         Context positions before `first_visible_B` are hidden: 0 everywhere, but in experiments on missing context.
         """
@@ -142,6 +144,19 @@ class DraftNetwork(nn.Module):
             x = layer(x, context, seen, block_rope, context_rope)
         out: Tensor = self.norm(x)
         return out
+
+    def draft(self, hidden_BAKH: Tensor, anchor_ids_BA: Tensor, embedding_VH: Tensor) -> Tensor:
+        """Greedy drafts of all blocks, int64 [B, A, drafts], from their final hidden states."""
+        drafting = hidden_BAKH[:, :, self.config.first_slot :].to(embedding_VH.dtype)
+        if self.markov_head is None:
+            return (drafting @ embedding_VH.T).argmax(-1)
+        previous, drafts = anchor_ids_BA, []
+        state, w2_VR = self.markov_head.start(drafting[:, :, 0]), self.markov_head.markov_w2.weight
+        for slot in range(drafting.shape[2]):
+            latent, state = self.markov_head.step(state, previous, drafting[:, :, slot])
+            previous = (drafting[:, :, slot] @ embedding_VH.T + latent @ w2_VR.T).argmax(-1)
+            drafts.append(previous)
+        return torch.stack(drafts, dim=-1)
 
 
 def _for_heads(rope: Rope, dtype: torch.dtype) -> Rope:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from drafter.dialects import Family
+from drafter.training.checkpoint import HeadPlan
 from drafter.training.copycat import MASK, CopyRecipe
 from drafter.training.fit import Recipe
 
@@ -24,9 +26,15 @@ class Plan:
     sampled_share: float
     recipe: Recipe
     eval_tokens: int
+    intermediate_size: int | None = None  # the target's, unless given
+    heads: HeadPlan | None = None  # DSpark's; DFlash has none
     turn_tokens: int = 160  # the longest user turn that the target may invent
     target_recipe: CopyRecipe | None = None  # only where the target is trained too
     seed: int = 1
+
+    @property
+    def kind(self) -> Family:
+        return "dspark" if self.heads is not None else "dflash"
 
 
 SMOLLM2 = Plan(
@@ -67,6 +75,18 @@ TINY = Plan(
 )
 
 PLANS = {plan.pair: plan for plan in (SMOLLM2, TINY)}
+
+# A DSpark block of n slots drafts as many tokens as a DFlash block of n + 1. Half the size of the DFlash drafters: what
+# a Markov head of rank 16 takes (two rows for every token of the vocabulary) is saved in the MLPs.
+_DSPARK = {
+    "smollm2": replace(SMOLLM2, num_layers=3, intermediate_size=448, block_size=7, heads=HeadPlan(16, "rnn")),
+    "tiny": replace(TINY, num_layers=2, block_size=7, heads=HeadPlan(8, "vanilla")),
+}
+
+
+def plan_of(pair: str, kind: Family) -> Plan:
+    """The plan of a built-in pair's drafter of this family; the data are the same for both."""
+    return PLANS[pair] if kind == "dflash" else _DSPARK[pair]
 
 
 def toy(plan: Plan) -> Plan:

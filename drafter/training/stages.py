@@ -2,8 +2,8 @@
 
 OUT/target/              tiny only: the trained target
 OUT/corpus/part-N.npz    the target's answers, one part for each process
-OUT/drafter/             the drafter, z-lab's layout
-OUT/evaluation.{md,json} acceptance lengths on the shipped prompts
+OUT/drafter/             the drafter; a DSpark one in OUT/drafter-dspark/
+OUT/evaluation.{md,json} acceptance lengths on the shipped prompts; of a DSpark one in OUT/evaluation-dspark.{md,json}
 """
 
 from __future__ import annotations
@@ -57,14 +57,20 @@ class Run:
     out: Path
     target_path: Path
     prompts: Path  # the shipped prompt sets
-
-    @property
-    def corpus(self) -> Path:
-        return self.out / "corpus"
+    corpus: Path
 
     @property
     def drafter(self) -> Path:
-        return self.out / "drafter"
+        return self.out / f"drafter{self._mark}"
+
+    @property
+    def evaluation(self) -> Path:
+        """Where figures go, without the suffix."""
+        return self.out / f"evaluation{self._mark}"
+
+    @property
+    def _mark(self) -> str:
+        return "" if self.plan.kind == "dflash" else f"-{self.plan.kind}"
 
 
 def make_data(run: Run, process: Process) -> None:
@@ -163,6 +169,8 @@ def train(run: Run, process: Process, start_from: Path | None) -> None:
         else tokenizer.eos_token_ids[0],
         eos_token_id=tokenizer.eos_token_ids[0],
         target_fingerprint=fingerprint,
+        heads=plan.heads,
+        intermediate_size=plan.intermediate_size,
     )
     torch.manual_seed(plan.recipe.seed)  # the same initial weights on every process
     network = DraftNetwork(DrafterConfig.from_dict(config), target.shape.hidden_size)
@@ -170,6 +178,10 @@ def train(run: Run, process: Process, start_from: Path | None) -> None:
         network.load_state_dict(read_network(start_from, target.shape.hidden_size).state_dict())
     network = network.to(process.device)
     parts = sorted(run.corpus.glob("part-*.npz"))
+    if len(parts) < process.world:
+        raise FileNotFoundError(
+            f"{run.corpus}: {len(parts)} part-N.npz for {process.world} processes; run --stage data"
+        )
     corpus = Corpus.joined([Corpus.load(part) for part in parts[process.rank :: process.world]])
     process.say(f"train: {len(corpus)} sequences, {corpus.num_tokens / 1e6:.1f} M tokens for each process")
     talk = _reporter("train", process)
@@ -221,9 +233,9 @@ def evaluate(run: Run, process: Process, drafter: Path) -> str:
     text = table(rows)
     if process.leads:
         run.out.mkdir(parents=True, exist_ok=True)
-        (run.out / "evaluation.md").write_text(text + "\n")
+        run.evaluation.with_suffix(".md").write_text(text + "\n")
         figures = {name: {c.name: asdict(by[c]) for c in Context} for name, _, by in rows}
-        (run.out / "evaluation.json").write_text(json.dumps(figures, indent=1) + "\n")
+        run.evaluation.with_suffix(".json").write_text(json.dumps(figures, indent=1) + "\n")
     return text
 
 

@@ -86,6 +86,17 @@ def test_labels_are_the_following_tokens_and_weights_decay_by_slot() -> None:
     assert blocks.weights_BAK[0, 1].tolist() == pytest.approx([0.0, 1.0, 0.0, 0.0])
 
 
+def test_shifted_slots_predict_one_position_later_from_the_token_before() -> None:
+    tokens = torch.arange(100, 110)[None]
+    blocks = cut_blocks(tokens, torch.tensor([8]), torch.tensor([[2, 6]]), 3, first_slot=0)
+    assert blocks.labels_BAK.tolist() == [[[103, 104, 105], [107, 0, 0]]]
+    assert blocks.previous_BAK[0, 0].tolist() == [102, 103, 104]
+    assert blocks.previous_BAK[0, 1, 0] == 106
+    decay = [1.0, math.exp(-1 / 4), math.exp(-2 / 4)]
+    assert blocks.weights_BAK[0, 0].tolist() == pytest.approx(decay)
+    assert blocks.weights_BAK[0, 1].tolist() == pytest.approx([1.0, 0.0, 0.0])
+
+
 def test_anchors_lie_in_the_answer_and_leave_a_label() -> None:
     generator = torch.Generator().manual_seed(3)
     anchors = sample_anchors(torch.tensor([4, 10]), torch.tensor([6, 30]), 500, generator)
