@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import grpc
-import grpc.aio
 import msgspec
 
-from cluster import tracing
 from cluster import worker_messages as wire
+from cluster.framed import CallFailed, CallRefused, FramedClient
 from cluster.worker_messages import (
     Call,
     CancelWork,
@@ -40,17 +39,6 @@ from workers.request import (
 Asked = TypeVar("Asked")
 Answered = TypeVar("Answered")
 
-_OPTIONS = (
-    ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.enable_retries", 0),
-    # A worker that comes back should be found at once, not after gRPC's default of up to two minutes.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-)
-
 
 class WorkerUnreachable(Exception):
     """The call did not get an answer from the worker: connection lost, no such address, or too slow."""
@@ -61,16 +49,15 @@ class WorkerUnreachable(Exception):
 
 
 class WorkerClient:
-    """One channel to one worker. Every call raises a WorkerRefused subclass or WorkerUnreachable."""
+    """One connection to one worker. Every call raises a WorkerRefused subclass or WorkerUnreachable."""
 
     def __init__(self, address: str, gateway: str) -> None:
         self.address = address
-        self._metadata: tuple[tuple[str, str], ...] = ((wire.GATEWAY_KEY, gateway),)
         self.traces: dict[RequestId, str] = {}  # what calls about these requests carry along
-        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+        self._client = FramedClient(address, gateway, max_bytes=wire.MAX_MESSAGE_BYTES)
 
     async def close(self) -> None:
-        await self._channel.close()
+        await self._client.close()
 
     async def facts(self, timeout_s: float) -> WorkerFacts:
         return await self._ask(wire.FACTS, Empty(), timeout_s)
@@ -110,39 +97,29 @@ class WorkerClient:
 
     async def attach(self) -> AsyncIterator[TokenFrame]:
         """Frames until the connection breaks (WorkerUnreachable) or the worker stops (the iterator ends)."""
-        stream = self._channel.unary_stream(wire.ATTACH.path)(
-            wire.ATTACH.encode(Empty()), metadata=self._metadata, wait_for_ready=True
-        )
+        items = self._client.stream(wire.ATTACH.name, wire.ATTACH.encode(Empty()))
         try:
-            async for data in stream:
-                yield wire.ATTACH.decode_answered(data)
-        except grpc.aio.AioRpcError as error:
+            async with contextlib.aclosing(items):
+                async for data in items:
+                    yield wire.ATTACH.decode_answered(data)
+        except (CallRefused, CallFailed, msgspec.MsgspecError) as error:
             raise self._error(error) from None
-        except msgspec.MsgspecError as error:
-            raise self._misunderstood(error) from error
-        finally:
-            stream.cancel()
 
     async def _ask(self, call: Call[Asked, Answered], message: Asked, timeout_s: float | None) -> Answered:
-        metadata = self._metadata
-        if self.traces and (trace := self.traces.get(getattr(message, "request_id", RequestId("")))):
-            metadata = (*metadata, (tracing.HEADER, trace))
+        trace = ""
+        if self.traces:
+            trace = self.traces.get(getattr(message, "request_id", RequestId("")), "")
         try:
-            data = await self._channel.unary_unary(call.path)(
-                call.encode(message), metadata=metadata, timeout=timeout_s
-            )
+            data = await self._client.call(call.name, call.encode(message), timeout_s, note=trace)
             return call.decode_answered(data)
-        except grpc.aio.AioRpcError as error:
+        except (CallRefused, CallFailed, msgspec.MsgspecError) as error:
             raise self._error(error) from None
-        except msgspec.MsgspecError as error:
-            raise self._misunderstood(error) from error
 
-    def _misunderstood(self, error: msgspec.MsgspecError) -> WorkerUnreachable:
-        return WorkerUnreachable(self.address, f"it runs another version of Slipstream ({error})")
-
-    def _error(self, error: Any) -> Exception:
-        for key, value in error.trailing_metadata() or ():
-            if key == wire.REFUSAL_KEY:
-                return msgspec.msgpack.decode(value, type=Refusal).error()
-        code: grpc.StatusCode = error.code()
-        return WorkerUnreachable(self.address, f"{code.name}: {error.details() or 'no details'}")
+    def _error(self, error: CallRefused | CallFailed | msgspec.MsgspecError) -> Exception:
+        match error:
+            case CallRefused(payload=payload):
+                return msgspec.msgpack.decode(payload, type=Refusal).error()
+            case CallFailed():
+                return WorkerUnreachable(self.address, str(error))
+            case _:
+                return WorkerUnreachable(self.address, f"it runs another version of Slipstream ({error})")

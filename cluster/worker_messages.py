@@ -1,8 +1,8 @@
 """The calls a gateway makes to a worker: names, messages, and how they become bytes.
 
 The values are those of `workers.request`; this module adds the few that exist only between the two processes. Every
-message is a msgspec struct in msgpack; gRPC carries them through generic handlers, so no .proto describes them. A
-gateway names itself in each call's metadata, because a worker sends a request's tokens to the gateway that asked.
+message is a msgspec struct in msgpack, and `cluster.framed` carries them. A gateway names itself when it connects,
+because a worker sends a request's tokens to the gateway that asked.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ from workers.request import (
 )
 from workers.timeline import RequestTimeline
 
-SERVICE: Final = "slipstream.worker.v1.Worker"
-GATEWAY_KEY: Final = "slipstream-gateway"
-REFUSAL_KEY: Final = "slipstream-refusal-bin"
-# A prompt of a million tokens is 5 MB of msgpack; gRPC's own limit is 4 MB.
+# A prompt of a million tokens is 5 MB of msgpack.
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
 
 Asked = TypeVar("Asked")
@@ -91,11 +88,10 @@ class TimelineAnswer(msgspec.Struct, frozen=True):
 
 
 class Call(Generic[Asked, Answered]):
-    """One RPC: its path and the codecs of both messages."""
+    """One method: its name and the codecs of both messages."""
 
     def __init__(self, name: str, asked: type[Asked], answered: type[Answered]) -> None:
         self.name = name
-        self.path = f"/{SERVICE}/{name}"
         self._encoder = msgspec.msgpack.Encoder()
         self._asked = msgspec.msgpack.Decoder(asked)
         self._answered = msgspec.msgpack.Decoder(answered)

@@ -1,4 +1,4 @@
-"""The gRPC server of one worker process: the engine host's methods, and one stream of tokens per gateway.
+"""The server of one worker process: the engine host's methods, and one stream of tokens per gateway.
 
     engine thread ──frame of a step──▶ event loop ──outputs by owner──▶ outbox of a gateway ──Attach──▶ gateway
 
@@ -15,15 +15,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Protocol, TypeAlias, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, Protocol, TypeVar
 
-import grpc
-import grpc.aio
 import msgspec
 
-from cluster import tracing
 from cluster import worker_messages as wire
+from cluster.framed import Caller, CallRefused, FramedServer, Unary
 from cluster.observer import Observer
 from cluster.tracing import WorkerTracing
 from cluster.worker_messages import (
@@ -58,14 +56,11 @@ from workers.timeline import Timelines
 
 _log = logging.getLogger(__name__)
 
-KEEPALIVE_MS = 10_000
-"""A gateway that answers no ping for so long, sent as often, has lost its requests."""
+KEEPALIVE_S = 10.0
+"""A gateway is asked for a sign of life so often; one that misses two has lost its requests."""
 
 Asked = TypeVar("Asked")
 Answered = TypeVar("Answered")
-# grpc ships no types: a grpc.aio.ServicerContext and a grpc.RpcMethodHandler.
-Context: TypeAlias = Any
-Handler: TypeAlias = Any
 
 
 class Host(Protocol):
@@ -130,7 +125,7 @@ class WorkerServer:
         self._host = host
         self._observer = Observer(host.facts.role, tracing)
         host.timelines.on_over = self._observer.ended
-        self._server: grpc.aio.Server | None = None
+        self._server: FramedServer | None = None
         self._outboxes: dict[str, _Outbox] = {}
         self._owners: dict[RequestId, _Outbox] = {}
         self.draining = False
@@ -140,12 +135,13 @@ class WorkerServer:
         loop = asyncio.get_running_loop()
         self._host.set_frame_sink(lambda frame: _call_soon(loop, self._deliver, frame))
         self._host.start()
-        server = grpc.aio.server(options=_SERVER_OPTIONS)
-        server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(wire.SERVICE, self._handlers()),)
+        server = FramedServer(
+            self._handlers(),
+            {wire.ATTACH.name: self._attach},
+            max_bytes=wire.MAX_MESSAGE_BYTES,
+            keepalive_s=KEEPALIVE_S,
         )
-        bound = server.add_insecure_port(f"{node_ip}:{port}")
-        await server.start()
+        bound = await server.start(node_ip, port)
         self._server = server
         return f"{node_ip}:{bound}"
 
@@ -159,7 +155,7 @@ class WorkerServer:
         await asyncio.to_thread(self._host.stop)
         await asyncio.to_thread(self._observer.close)
 
-    def _handlers(self) -> dict[str, Handler]:
+    def _handlers(self) -> dict[str, Unary]:
         return {
             wire.FACTS.name: _unary(wire.FACTS, self._facts),
             wire.STATS.name: _unary(wire.STATS, self._stats),
@@ -173,7 +169,6 @@ class WorkerServer:
             wire.TIMELINE.name: _unary(wire.TIMELINE, self._timeline),
             wire.CANCEL.name: _unary(wire.CANCEL, self._cancel),
             wire.DRAIN.name: _unary(wire.DRAIN, self._drain),
-            wire.ATTACH.name: grpc.unary_stream_rpc_method_handler(self._attach),
         }
 
     async def _facts(self, _: Empty, gateway: str) -> WorkerFacts:
@@ -229,8 +224,8 @@ class WorkerServer:
         self.draining = request.draining
         return Empty()
 
-    async def _attach(self, data: bytes, context: Context) -> AsyncIterator[bytes]:
-        gateway = _said(context, wire.GATEWAY_KEY)
+    async def _attach(self, data: bytes, caller: Caller) -> AsyncGenerator[bytes, None]:
+        gateway = caller.name
         outbox = _Outbox()
         earlier = self._outboxes.get(gateway)
         if earlier is not None:
@@ -279,16 +274,6 @@ class WorkerServer:
             owner.put(outputs)
 
 
-_SERVER_OPTIONS = (
-    ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-    ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.so_reuseport", 0),  # two workers that got the same port must not share it silently
-)
-
-
 def _call_soon(
     loop: asyncio.AbstractEventLoop, function: Callable[[TokenFrame], None], frame: TokenFrame
 ) -> None:
@@ -297,28 +282,20 @@ def _call_soon(
         loop.call_soon_threadsafe(function, frame)
 
 
-def _said(context: Context, wanted: str) -> str:
-    """The value of a metadata key; empty without it."""
-    for key, value in context.invocation_metadata() or ():
-        if key == wanted:
-            return value if isinstance(value, str) else value.decode()
-    return ""
-
-
 def _unary(
     call: Call[Asked, Answered],
     handle: Callable[[Asked, str], Awaitable[Answered]],
     came: Callable[[str, Asked, str], None] | None = None,
-) -> Handler:
-    """`came` is told of calls that bring a request, with the trace that it belongs to."""
+) -> Unary:
+    """`came` is told of calls that bring a request, with the trace that it belongs to: the call's note."""
 
-    async def serve(data: bytes, context: Context) -> bytes:
+    async def serve(data: bytes, caller: Caller) -> bytes:
         asked: Asked | None = None
         try:
             asked = call.decode_asked(data)
             if came is not None:
-                came(call.name, asked, _said(context, tracing.HEADER))
-            return call.encode(await handle(asked, _said(context, wire.GATEWAY_KEY)))
+                came(call.name, asked, caller.note)
+            return call.encode(await handle(asked, caller.name))
         except WorkerRefused as refused:
             refusal = refused
         except msgspec.MsgspecError as error:
@@ -327,16 +304,6 @@ def _unary(
             # The boundary of the process: whatever broke, the caller gets an answer and the log the traceback.
             _log.exception("%s failed", call.name, extra={"internal_id": getattr(asked, "request_id", "")})
             refusal = EngineFailed(f"{type(error).__name__}: {error}")
-        await _refuse(context, refusal)
-        raise AssertionError("abort returned")
+        raise CallRefused(msgspec.msgpack.encode(refusal.refusal()))
 
-    return grpc.unary_unary_rpc_method_handler(serve)
-
-
-async def _refuse(context: Any, refused: WorkerRefused) -> None:
-    message = refused.refusal()
-    await context.abort(
-        getattr(grpc.StatusCode, message.code),
-        message.message,
-        trailing_metadata=((wire.REFUSAL_KEY, msgspec.msgpack.encode(message)),),
-    )
+    return serve

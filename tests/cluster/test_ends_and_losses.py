@@ -7,16 +7,15 @@ import socket
 from dataclasses import replace
 from typing import Any
 
-import grpc
 import pytest
 
 from cluster.answers import AnswerEnd, AnswerRequest, TextPrompt
 from cluster.errors import RequestError
+from cluster.framed import Caller, FramedServer
 from cluster.gateway import Gateway
 from cluster.link import LinkState, LinkTimes, WorkerAddress
 from cluster.membership import LinkNews, Membership, NotReady
 from cluster.worker_client import WorkerClient, WorkerUnreachable
-from cluster.worker_messages import SERVICE
 from cluster.worker_server import WorkerServer
 from kvmanager.ids import RequestId
 from tests.cluster.conftest import FakeCluster, StartCluster
@@ -277,21 +276,17 @@ async def test_a_port_that_accepts_and_never_answers_does_not_hang_the_start() -
 
 
 async def test_a_worker_of_another_version_is_named_as_such() -> None:
-    async def answer(data: bytes, context: object) -> bytes:
+    async def answer(data: bytes, caller: Caller) -> bytes:
         return b"\x81\xa4role\x01"  # facts of a form that is not ours
 
-    server = grpc.aio.server()
-    handlers = {"Facts": grpc.unary_unary_rpc_method_handler(answer)}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    client = WorkerClient(f"127.0.0.1:{port}", "gateway")
+    server = FramedServer({"Facts": answer}, {}, max_bytes=1 << 20, keepalive_s=10.0)
+    client = WorkerClient(f"127.0.0.1:{await server.start('127.0.0.1', 0)}", "gateway")
     try:
         with pytest.raises(WorkerUnreachable, match="another version"):
             await client.facts(5.0)
     finally:
         await client.close()
-        await server.stop(0)
+        await server.stop(0.0)
 
 
 async def test_one_gateway_may_send_requests_down_either_route(start_cluster: StartCluster) -> None:
