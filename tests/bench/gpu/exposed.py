@@ -4,11 +4,13 @@
 
 Exposed: from the moment that the last chunk's forward has finished on the context worker's GPU until the generation
 worker may start (`Landed`). TTFT: from the prompt's start to that. Two processes, two GPUs, the pages of 8 KV heads x
-128, 36 layers, bf16. Beside the overlapped figure stands that of a worker which ships everything behind the last chunk.
+128, 36 layers, bf16.
 
-The forward is that of an 8B-shaped target (36 layers, hidden 4,096, 32/8 heads x 128, MLP 12,288; random weights, one
-layer's for all): projections, attention over the whole context so far, MLP, and K and V written into the pages that are
-shipped. It is made of plain torch calls, and stands for the engine's own: it has its FLOPs and its memory traffic.
+First the engines themselves (workers of the load bench, 8B-shaped target, one request at a time): the forward has
+finished when the context worker's transfer thread sees it, at most 0.2 ms late, and landed is when the first token is
+at the client. Then, `--emulated`, plain torch calls with the FLOPs and the memory traffic of that target (one layer's
+weights for all): projections, attention over the whole context so far, MLP, and K and V written into the pages that are
+shipped; beside it the same worker when it ships everything behind the last chunk.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from torch.nn import functional
 
 from kvmanager.ids import TransferId, WorkerEpoch
 from tests.bench.gpu.figures import median, report
-from tests.bench.gpu.transfer import GEOMETRY, Side, Worker, device_of, random_pages, receive, wait_for
+from tests.bench.gpu.load import Client, Shape
+from tests.bench.gpu.transfer import GEOMETRY, Side, Worker, random_pages, receive, wait_for
 from transceiver.port import Delivered, Pages, ReceiveSpec, SendSpec
 from transceiver.wire import Handoff
 
@@ -188,6 +191,30 @@ class Prompt:
         self.process.join()
 
 
+def engines(num_tokens: int, chunk: int, rounds: int, devices: tuple[int, int]) -> list[Timed]:
+    """Prompts through a context and a generation engine, one at a time."""
+    vocab_size = 150_000 if devices[0] >= 0 else 200
+    client = Client(
+        devices, Shape(prompt=num_tokens, answer=2, max_batch=2, chunk=chunk, vocab_size=vocab_size)
+    )
+    client.arrange("split")
+    seen: list[Timed] = []
+    for number in range(rounds + 1):
+        (life,) = client.play([0.0], seed=number)
+        if life.error:
+            raise SystemExit(f"the request failed: {life.error}")
+        computed_s = client.computed_s()
+        seen.append(Timed(computed_s - life.arrived_s, life.tokens_s[0] - computed_s))
+    client.end()
+    return seen[1:]  # the first round sets everything up
+
+
+def show(name: str, num_tokens: int, timed: list[Timed]) -> None:
+    exposed, ttft = median([one.exposed for one in timed]), median([one.ttft for one in timed])
+    print(f"{num_tokens} tokens, {name}: {exposed * 1e3:.2f} ms exposed of {ttft * 1e3:.1f} ms TTFT")
+    report(f"exposed transfer: {name}", num_tokens, exposed / ttft, "of TTFT", LIMIT)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -196,25 +223,27 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--devices", type=int, nargs=2, default=(0, 1))
+    parser.add_argument("--emulated", action="store_true", help="only the torch calls, no engine")
+    parser.add_argument("--engines", action="store_true", help="only the engines")
     parser.add_argument(
         "--scale", type=int, default=1, help="a smaller model, to try the bench without a GPU"
     )
     options = parser.parse_args()
-    device_of(options.devices[0])
+    devices = (options.devices[0], options.devices[1])
     for num_tokens in options.tokens:
+        if not options.emulated:
+            show("engines", num_tokens, engines(num_tokens, options.chunk, options.rounds, devices))
+        if options.engines:
+            continue
         with torch.inference_mode():
-            prompt = Prompt(num_tokens, options.chunk, options.scale, tuple(options.devices))
+            prompt = Prompt(num_tokens, options.chunk, options.scale, devices)
             seen: dict[bool, list[Timed]] = {True: [], False: []}
             for _ in range(options.rounds + 1):
                 for overlap in seen:
                     seen[overlap].append(prompt.run(overlap))
             prompt.end()
-        for overlap, timed in seen.items():
-            timed = timed[1:]  # the first round sets everything up
-            exposed, ttft = median([one.exposed for one in timed]), median([one.ttft for one in timed])
-            name = "overlapped" if overlap else "behind the last chunk"
-            print(f"{num_tokens} tokens, {name}: {exposed * 1e3:.2f} ms exposed of {ttft * 1e3:.1f} ms TTFT")
-            report(f"exposed transfer: {name}", num_tokens, exposed / ttft, "of TTFT", LIMIT)
+        show("emulated", num_tokens, seen[True][1:])
+        show("emulated, behind the last chunk", num_tokens, seen[False][1:])
         del prompt
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -24,6 +24,7 @@ import queue
 import statistics
 import threading
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -130,8 +131,10 @@ def summarize(lives: Sequence[Life], rate: float, seconds: float, slo: tuple[flo
 
 def serve(conn: Connection, device: int, shape: Shape) -> None:
     """("role", role) → hello; ("connect", hello); ("reserve" | "prefill" | "submit", request) → ("answer", id, result);
-    ("end",). Token frames come as ("frame", frame) by themselves.
+    ("computed",) → when; ("end",). Token frames come as ("frame", frame) by themselves.
     """
+    if device >= 0:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(device)  # before anything looks for devices
     from tests.bench.gpu.worker import start
 
     asyncio.run(_serve(conn, lambda role: start(role, device, shape)))
@@ -162,13 +165,15 @@ async def _serve(conn: Connection, start) -> None:  # type: ignore[no-untyped-de
         if command == "end":
             return
         if command == "role":
-            host = start(*arguments)
+            host, computed_s = start(*arguments)
             host.set_frame_sink(lambda frame: send("frame", frame))
             host.start()
             send("hello", host.facts.hello)
         elif command == "connect" and host is not None:
             host.connect(*arguments)
             send("connected")
+        elif command == "computed":
+            send("computed", computed_s())
         else:
             task = asyncio.create_task(answer(command, *arguments))
             tasks.add(task)
@@ -224,17 +229,19 @@ class Client:
             raise SystemExit(f"worker {number} says {message[0]}, not {word}")
         return number, message
 
-    def play(self, rate: float, seconds: float, seed: int) -> list[Life]:
-        """Let requests arrive, and wait until all of them have ended."""
+    def play(self, offsets_s: Sequence[float], seed: int) -> list[Life]:
+        """Let requests arrive so long from now, and wait until all of them have ended."""
         random = np.random.default_rng(seed)
-        start_s = time.monotonic() + 0.1
-        due = [start_s + offset for offset in arrivals(rate, seconds, seed)]
-        self.lives, self.prompts = {}, {}
-        give_up_s = start_s + seconds + TTL_S
-        for number, arrived_s in enumerate(due):
-            prompt = tuple(random.integers(0, self.shape.vocab_size, self.shape.prompt).tolist())
-            self.prompts[RequestId(f"{self.arrangement}-{rate}-{number}")] = prompt
-            self.lives[RequestId(f"{self.arrangement}-{rate}-{number}")] = Life(arrived_s)
+        prompts = [
+            tuple(random.integers(0, self.shape.vocab_size, self.shape.prompt).tolist()) for _ in offsets_s
+        ]
+        requests = [RequestId(uuid.uuid4().hex) for _ in offsets_s]
+        self.prompts = dict(zip(requests, prompts, strict=True))
+        start_s = time.monotonic() + 0.05
+        self.lives = {
+            request: Life(start_s + offset) for request, offset in zip(requests, offsets_s, strict=True)
+        }
+        give_up_s = start_s + offsets_s[-1] + TTL_S
         waiting = list(self.lives)
         while waiting or any(life.ended_s is None for life in self.lives.values()):
             now_s = time.monotonic()
@@ -292,6 +299,18 @@ class Client:
                 pass
             case _:
                 raise SystemExit(f"worker {number} says {message[0]}")
+
+    def computed_s(self) -> float:
+        """When the context worker's transfer thread saw the last chunk's forward finish."""
+        self.conns[0].send(("computed",))
+        while True:
+            match self.inbox.get(timeout=60):
+                case (0, ("computed", float(seen_s)), _):
+                    return seen_s
+                case (_, ("answer", *_), _):
+                    pass
+                case (number, message, _):
+                    raise SystemExit(f"worker {number} says {message[0]}, not when it was done")
 
     def end(self) -> None:
         for conn in self.conns:
@@ -364,10 +383,10 @@ def main() -> None:
     points: dict[str, list[Point]] = {}
     for arrangement in ROLES:
         client.arrange(arrangement)
-        client.play(2.0, 1.0, seed=99)  # everything has run once
+        client.play([0.0, 0.2, 0.4, 0.6], seed=99)  # everything has run once
         points[arrangement] = []
         for seed, rate in enumerate(options.rates):
-            lives = client.play(rate, options.seconds, seed)
+            lives = client.play(arrivals(rate, options.seconds, seed), seed)
             point = summarize(lives, rate, options.seconds, slo)
             points[arrangement].append(point)
             errors = sorted({life.error for life in lives if life.error})
