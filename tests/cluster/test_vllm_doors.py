@@ -15,6 +15,8 @@ import grpc
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
@@ -450,3 +452,62 @@ async def test_an_aggregated_cluster_answers_at_the_decoding_door(aggregated: Fa
 def test_a_door_to_context_workers_needs_some() -> None:
     with pytest.raises(ValueError, match="vllm_context"):
         ClusterConfig(mode="aggregated", vllm_context="127.0.0.1:0")
+
+
+SMALL = st.integers(0, 5) | st.integers(-(2**31), 2**31 - 1)
+NUMBERS = st.sampled_from([0.0, 0.5, 1.0, 2.0]) | st.floats(width=32)
+PARAMS = st.sampled_from(["", "{}", PREFILL, '{"do_remote_prefill":true}', '{"slipstream":{}}', "[1", "null"])
+
+
+def unsigned(values: st.SearchStrategy[int]) -> st.SearchStrategy[int]:
+    return values.map(abs).map(lambda value: min(value, 2**31 - 1))
+
+
+SAMPLING = st.fixed_dictionaries(
+    {"max_tokens": st.sampled_from([1, 3, 3])},
+    optional={
+        **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), NUMBERS),
+        **dict.fromkeys(("seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"), SMALL),
+        **{name: unsigned(SMALL) for name in ("top_k", "min_tokens", "n")},
+        "stop": st.lists(st.sampled_from(["", "a", "bc", "x" * 300]), max_size=3),
+        "stop_token_ids": st.lists(st.sampled_from([0, 97, 255, 256, 2**31]), max_size=3),
+        "ignore_eos": st.booleans(),
+        "logit_bias": st.dictionaries(SMALL, NUMBERS, max_size=2),
+    },
+)
+REQUESTS = st.builds(
+    lambda ids, text, sampling, stream, params: pb.GenerateRequest(
+        sampling_params=pb.SamplingParams(**sampling),
+        stream=stream,
+        **({"tokenized": pb.TokenizedInput(input_ids=ids)} if text is None else {"text": text}),
+        **({} if params is None else {"kv_transfer_params_json": params}),
+    ),
+    st.lists(st.sampled_from([97, 98, 0, 255, 256, 2**32 - 1]), max_size=70),
+    st.none() | st.text(max_size=5),
+    SAMPLING,
+    st.booleans(),
+    st.none() | PARAMS,
+)
+
+
+async def test_no_message_makes_a_door_fail_or_leaves_anything(doors: Doors) -> None:
+    requests: list[pb.GenerateRequest] = []
+
+    @given(REQUESTS)
+    @settings(max_examples=120, database=None, suppress_health_check=list(HealthCheck), deadline=None)
+    def collect(request: pb.GenerateRequest) -> None:
+        requests.append(request)
+
+    await asyncio.to_thread(collect)
+    codes = set()
+    for request in requests:
+        for stub in (doors.context, doors.decoding):
+            try:
+                messages = [message async for message in stub.Generate(request)]
+                codes.add(grpc.StatusCode.OK)
+                assert messages[-1].HasField("complete")
+            except grpc.aio.AioRpcError as error:
+                codes.add(error.code())
+    assert codes == {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT}
+    await doors.cluster.settle()
+    assert doors.cluster.gateway.num_live == 0

@@ -5,6 +5,10 @@ Real engines and ledgers over loopback, with random weights. Every case ends at 
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import random
+
 import msgspec
 import pytest
 
@@ -13,12 +17,13 @@ from tests.workers.split_pair import TICK_S, Outcome, SplitPair, config, run_agg
 from workers.assembly import Models
 from workers.config import WorkerConfig
 from workers.engine import ContextDone, EngineEvent, PromptHeld, Refused
-from workers.errors import InvalidRequest, NotHeld, PeerUnknown, RequestCancelled
+from workers.errors import InvalidRequest, NotHeld, PeerUnknown, RequestCancelled, TransferBroke
 from workers.request import Held, HoldRequest, Reservation, Role, SamplingParams, ShipRequest
 
 ANSWER = SamplingParams(max_tokens=12, ignore_eos=True, temperature=1.2, seed=3, logprobs=2)
 PROMPT = tuple((7 * n + n * n) % 11 for n in range(37))
 HELD = RequestId("held")
+ACTS = (*("hold", "reserve", "ship", "tick") * 4, "cancel hold", "cancel", "die")
 
 
 def small(role: Role, **more: object) -> WorkerConfig:
@@ -217,3 +222,61 @@ def test_a_failed_context_worker_gives_held_prompts_up(pair: HoldingPair) -> Non
     pair.tick_until_held()
     assert pair.context.fail_all("the engine broke") == []  # its caller has had its answer
     pair.run()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_happens_to_held_prompts_every_page_and_slot_comes_back(
+    random_models: Models, seed: int
+) -> None:
+    """Holds, leases that end, ships to the one place or another, cancels on either side, deaths of the receiver."""
+    chance = random.Random(seed)
+    pair = HoldingPair(random_models)
+    names = (RequestId(f"h{number}") for number in itertools.count())
+    held: list[RequestId] = []
+    shipping: list[RequestId] = []
+    for _ in range(100):
+        match chance.choice(ACTS):
+            case "hold":
+                held.append(next(names))
+                request = HoldRequest(
+                    request_id=held[-1],
+                    prompt_token_ids=PROMPT[: chance.randint(1, len(PROMPT))]
+                    if chance.random() < 0.1
+                    else PROMPT,
+                    sampling=ANSWER,
+                    ttl_s=2.0,
+                    lease_s=chance.choice((0.0, 0.05, 5.0, 5.0)),
+                )
+                pair.context.hold(request, pair.now_s)
+            case "reserve":
+                pair.ask(PROMPT, ANSWER, ttl_s=2.0)
+            case "ship" if pair.granted and held:
+                request_id = chance.choice(list(pair.granted))
+                with contextlib.suppress(NotHeld, InvalidRequest, PeerUnknown, TransferBroke):
+                    pair.ship(request_id, held_id=chance.choice(held[-3:]))
+                    shipping.append(request_id)
+                    del pair.granted[request_id]
+            case "cancel hold" if held:
+                pair.context.cancel(chance.choice(held))
+            case "cancel" if pair.outcomes:
+                request_id = chance.choice(list(pair.outcomes))
+                pair.generation.cancel(request_id)
+                if chance.random() < 0.5:
+                    pair.context.cancel(request_id)
+            case "die" if chance.random() < 0.1:
+                pair.restart("generation", told=True)
+                pair.granted.clear()
+            case _:
+                pair.tick_for(chance.choice((TICK_S, 0.1)))
+        pair.context.check()
+        pair.generation.check()
+    pair.run()
+    pair.said.clear()
+    pair.hold()
+    pair.tick_until_held()
+    shipping.append(pair.reserve())
+    pair.ship(shipping[-1])
+    pair.run()
+    whole = [pair.outcomes[name].tokens for name in shipping if pair.outcomes[name].finish == "length"]
+    assert pair.outcomes[shipping[-1]].finish == "length"
+    assert all(tokens == golden(random_models).tokens for tokens in whole)
