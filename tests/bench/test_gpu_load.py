@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.bench.gpu.load import Life, arrivals, summarize
+from tests.bench.gpu.load import Life, arrivals, load_points, save_points, summarize
 
 SLO = (1.0, 0.03)
 
@@ -37,6 +39,13 @@ def test_a_point_has_the_quantiles_of_all_requests_and_counts_the_failed_ones() 
     assert point.ttft_s[1] == pytest.approx(0.3 + 0.98 * 4.7)
     assert point.itl_s[0] == pytest.approx(0.01)
     assert (point.offered, point.goodput, point.failed) == (2.0, 1.0, 1)
+
+
+def test_points_of_one_run_are_there_for_the_next(tmp_path: Path) -> None:
+    point = summarize([life(0.1, 0.01)], rate=2.0, seconds=2.0, slo=SLO)
+    save_points({"split": [point]}, tmp_path / "points.json")
+    assert load_points(tmp_path / "points.json") == {"split": [point]}
+    assert load_points(tmp_path / "none.json") == {}
 
 
 def test_arrivals_are_the_same_for_both_arrangements_and_come_at_the_rate() -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import multiprocessing
 import os
 import queue
@@ -26,7 +27,7 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Literal
@@ -319,6 +320,25 @@ class Client:
             process.join(20)
 
 
+def load_points(path: Path | None) -> dict[str, list[Point]]:
+    """Of an earlier run, so that arrangements may be measured one by one."""
+    if path is None or not path.exists():
+        return {}
+    saved = json.loads(path.read_text())
+    return {
+        name: [
+            Point(**{**one, "ttft_s": tuple(one["ttft_s"]), "itl_s": tuple(one["itl_s"])}) for one in series
+        ]
+        for name, series in saved.items()
+    }
+
+
+def save_points(points: dict[str, list[Point]], path: Path) -> None:
+    path.write_text(
+        json.dumps({name: [asdict(point) for point in series] for name, series in points.items()})
+    )
+
+
 def draw(points: dict[str, list[Point]], slo: tuple[float, float], path: Path) -> None:
     import matplotlib
 
@@ -326,8 +346,7 @@ def draw(points: dict[str, list[Point]], slo: tuple[float, float], path: Path) -
     from matplotlib import pyplot
 
     drawing, ((ttft, itl), (good, failed)) = pyplot.subplots(2, 2, figsize=(11, 8), layout="constrained")
-    for name, color in (("split", "tab:blue"), ("aggregated", "tab:orange")):
-        series = points[name]
+    for (name, series), color in zip(points.items(), ("tab:blue", "tab:orange"), strict=False):
         rates = [point.rate for point in series]
         for index, (quantile, style) in enumerate(zip(QUANTILES, ("-", "--"), strict=True)):
             label = f"{name}, p{quantile * 100:g}"
@@ -368,6 +387,8 @@ def main() -> None:
     parser.add_argument("--slo-ttft-s", type=float, default=1.0)
     parser.add_argument("--slo-itl-s", type=float, default=0.03)
     parser.add_argument("--devices", type=int, nargs=2, default=(0, 1), help="-1 -1: the tiny pair on CPUs")
+    parser.add_argument("--only", choices=list(ROLES), help="one arrangement")
+    parser.add_argument("--points", type=Path, help="keep all points here, beside those of earlier runs")
     parser.add_argument("--png", type=Path, help="all curves in one PNG")
     options = parser.parse_args()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -380,8 +401,9 @@ def main() -> None:
     )
     slo = (options.slo_ttft_s, options.slo_itl_s)
     client = Client(options.devices, shape)
-    points: dict[str, list[Point]] = {}
-    for arrangement in ROLES:
+    points = load_points(options.points)
+    measured: list[Arrangement] = [name for name in ROLES if options.only in (None, name)]
+    for arrangement in measured:
         client.arrange(arrangement)
         client.play([0.0, 0.2, 0.4, 0.6], seed=99)  # everything has run once
         points[arrangement] = []
@@ -397,8 +419,10 @@ def main() -> None:
                 flush=True,
             )
     client.end()
-    for arrangement, series in points.items():
-        for point in series:
+    if options.points is not None:
+        save_points(points, options.points)
+    for arrangement in measured:
+        for point in points[arrangement]:
             for quantile, ttft_s, itl_s in zip(QUANTILES, point.ttft_s, point.itl_s, strict=True):
                 report(f"load, TTFT: {arrangement} p{quantile * 100:g}", point.rate, ttft_s, "s", slo[0])
                 report(
