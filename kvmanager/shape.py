@@ -3,12 +3,14 @@
 Read for planning alone, so only the fields that cost memory matter: a model that no engine here serves can
 still be sized. Dialects:
 
-    nesting       a multimodal checkpoint keeps its language model under `text_config`
+    nesting       a multimodal checkpoint keeps its language model under `text_config`, a speculators drafter its
+                  network under `transformer_layer_config`
     heads         `num_key_value_heads`, else `num_attention_heads`; `head_dim`, else hidden_size / heads
     latent KV     `kv_lora_rank` + `qk_rope_head_dim`: one vector per token and layer, the same for all heads
     hybrids       `layer_types`, `linear_attn_config.full_attn_layers` or `full_attention_interval`: layers of
                   linear attention keep a state of fixed size and no KV per token
-    draft block   `block_size`, at the top level or in `dflash_config`; `dspark_block_size`
+    draft block   `block_size`, at the top level or in `dflash_config`; `dspark_block_size`. A block whose slots are
+                  shifted (DSpark; `sample_from_anchor`) drafts one token more, which is verified behind the block
 
 How long a sequence the checkpoint advertises is not read: pools are sized by the runtime's max_seq_len.
 """
@@ -39,7 +41,8 @@ class KvShape:
     """KV of one token, before it is divided among ranks.
 
     `latent_dim` is 0 for ordinary K and V; else the width of the one vector that stands for both, and
-    `num_kv_heads` and `head_dim` are 0. `block_size` is None for a config that names no draft block.
+    `num_kv_heads` and `head_dim` are 0. `block_size` is None for a config that names no draft block;
+    `verify_width` tokens are verified in a step of one: its drafts and the token before them.
     """
 
     num_layers: int
@@ -48,6 +51,7 @@ class KvShape:
     latent_dim: int
     dtype: str
     block_size: int | None
+    verify_width: int | None
     notes: tuple[str, ...] = ()
 
     @classmethod
@@ -79,6 +83,7 @@ class KvShape:
             latent_dim=latent_dim,
             dtype=dtype,
             block_size=block_size,
+            verify_width=block_size + _shifted(config) if block_size is not None else None,
             notes=tuple(notes),
         )
 
@@ -104,10 +109,9 @@ class _Fields:
     """Integers of config.json, wherever its dialect keeps them; `dflash_config` wins over the top level."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        nested = config.get("text_config")
-        self._places: list[Mapping[str, Any]] = [
-            place for place in (config.get("dflash_config"), nested, config) if isinstance(place, Mapping)
-        ]
+        keys = ("dflash_config", "text_config", "transformer_layer_config")
+        places = [*(config.get(key) for key in keys), config]
+        self._places: list[Mapping[str, Any]] = [place for place in places if isinstance(place, Mapping)]
 
     def get(self, field: str) -> Any:
         return next((place[field] for place in self._places if place.get(field) is not None), None)
@@ -125,6 +129,21 @@ class _Fields:
         if value is None:
             raise ConfigFieldError(field, "missing")
         return value
+
+
+def _shifted(config: Mapping[str, Any]) -> bool:
+    """Whether a draft block's first slot, the anchor's, drafts too."""
+    told = config.get("sample_from_anchor")
+    if told is not None:
+        return bool(told)
+    nested = config.get("dflash_config")
+    families = [
+        *(config.get("architectures") or ()),
+        config.get("speculators_model_type"),
+        nested.get("projector_type") if isinstance(nested, Mapping) else None,
+        "dspark" if "dspark_block_size" in config else None,
+    ]
+    return any("dspark" in str(family).lower() for family in families)
 
 
 def _head_dim(fields: _Fields, num_heads: int | None) -> int:

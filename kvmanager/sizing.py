@@ -82,7 +82,7 @@ def size(request: SizingRequest) -> Sizing:
             page_size=request.page_size, tensor_parallel=ranks, dtype=request.dtype
         )
         notes += [f"drafter: {note}" for note in request.drafter.notes]
-        lookahead = request.drafter.block_size or DEFAULT_BLOCK_SIZE
+        lookahead = request.drafter.verify_width or DEFAULT_BLOCK_SIZE
         if request.drafter.block_size is None:
             notes.append(f"the drafter's config names no block_size: {DEFAULT_BLOCK_SIZE} assumed")
     limits = BatchLimits(max_batch=request.max_batch, max_seq_len=request.max_seq_len, lookahead=lookahead)

@@ -19,6 +19,7 @@ from drafter.fingerprint import drafter_fingerprint
 from drafter.policy import BlockLengthPolicy
 from kvmanager.budget import KvDemand, PagePlan, plan_from_memory, plan_from_pages
 from kvmanager.errors import BudgetInfeasible, LayoutRefused
+from kvmanager.families import ServingMode, require_form
 from kvmanager.ids import WorkerEpoch
 from kvmanager.layout import KvGeometry
 from kvmanager.ledger import KvLedger
@@ -129,6 +130,9 @@ def build(config: WorkerConfig, models: Models, make_port: MakePort | None = Non
     lookahead = drafter.lookahead if drafter is not None and config.role != "context" else 1
     limits = BatchLimits(max_batch=config.max_batch, max_seq_len=max_seq_len, lookahead=lookahead)
     try:
+        if drafter is not None:
+            mode: ServingMode = "aggregated" if config.role == "aggregated" else "split"
+            require_form(drafter.config.family, mode, config.draft_kv)
         demand = KvDemand(
             target=target_geometry,
             draft=draft_geometry,

@@ -151,12 +151,22 @@ def test_the_dialects_of_targets_are_read(change: dict[str, Any], bytes_per_toke
 
 
 @pytest.mark.parametrize(
-    "block",
-    [{"block_size": 8}, {"dflash_config": {"block_size": 8}}, {"dspark_block_size": 8}],
+    ("block", "lookahead"),
+    [
+        ({"block_size": 8}, 8),
+        ({"dflash_config": {"block_size": 8}}, 8),
+        ({"dspark_block_size": 8}, 9),
+        ({"block_size": 8, "architectures": ["Qwen3DSparkModel"]}, 9),
+        ({"dflash_config": {"block_size": 8, "projector_type": "dspark"}}, 9),
+        ({"block_size": 8, "speculators_model_type": "dspark"}, 9),
+        ({"block_size": 8, "speculators_model_type": "dspark", "sample_from_anchor": False}, 8),
+    ],
 )
-def test_the_block_size_is_found_in_every_dialect_and_becomes_the_look_ahead(block: dict[str, Any]) -> None:
+def test_the_block_size_is_found_in_every_dialect_and_becomes_the_look_ahead(
+    block: dict[str, Any], lookahead: int
+) -> None:
     config = {key: value for key, value in DRAFTER.items() if key != "dflash_config"} | block
-    assert sized(drafter=config).demand.limits.lookahead == 8
+    assert sized(drafter=config).demand.limits.lookahead == lookahead
 
 
 def test_a_latent_is_kept_whole_on_every_rank() -> None:

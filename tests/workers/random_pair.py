@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ from workers.pairs import ModelPair
 VOCAB = 11  # so few that drafts of a random drafter are accepted now and then
 
 
-def load_random_pair(directory: Path) -> Models:
-    """Write both checkpoints and load them as `workers.assembly.load_models` would."""
+def load_random_pair(directory: Path, drafting: Mapping[str, Any] | None = None) -> Models:
+    """Write both checkpoints and load them as `workers.assembly.load_models` would.
+
+    `drafting` changes fields of the drafter's config.json, which is a DFlash drafter's otherwise.
+    """
     config = config_of(
         "llama",
         hidden_size=32,
@@ -33,7 +37,7 @@ def load_random_pair(directory: Path) -> Models:
     )
     target = write_directory(directory / "target", config, random_tensors(config, seed=1))
     decoder = load_decoder(target, torch.float64)
-    draft_config = _draft_config()
+    draft_config = {**_draft_config(), **(drafting or {})}
     generator = torch.Generator().manual_seed(2)
     tensors = {
         name: torch.randn(shape, generator=generator, dtype=torch.float64) * 0.3 + (len(shape) == 1)
@@ -51,6 +55,21 @@ def load_random_pair(directory: Path) -> Models:
     )
     pair = ModelPair("random", target, drafter_path)
     return Models(pair, decoder, load_drafter(drafter_path, facts), drafter_fingerprint(drafter_path))
+
+
+def dspark(kind: str, **more: Any) -> dict[str, Any]:
+    """A DSpark drafter for the same target: as many drafts as the DFlash one, from one slot less."""
+    return {
+        "architectures": ["Qwen3DSparkModel"],
+        "dflash_config": None,
+        "block_size": 3,
+        "mask_token_id": 7,
+        "target_layer_ids": [0],
+        "markov_rank": 6,
+        "markov_head_type": kind,
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    } | more
 
 
 def _draft_config() -> dict[str, Any]:
