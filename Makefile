@@ -118,7 +118,8 @@ test-gpu:  ## the tests that need CUDA devices (GPU_PYTHON: another interpreter 
 bench-gpu:  ## every GPU figure beside its limit: JSON, and PNGs (extra: bench), into OUT (default bench-gpu)
 	@$(GPU_PYTHON) -m tests.bench.gpu.suite $(if $(OUT),--out $(OUT))
 
-chaos: setup  ## steady requests while workers are killed, stopped and drained (some minutes)
+chaos: setup  ## steady requests while workers are killed, stopped, drained; supervisors replaced (some minutes)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -m chaos
 	@$(BIN)/python -m tests.faults.chaos --requests 300
 
 flood: setup  ## bursts of long prompts given up midway, then many short ones: a probe answers, memory is flat (minutes)

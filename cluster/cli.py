@@ -31,6 +31,8 @@ _LAZY_COMMANDS = {
     "demo": ("cluster.commands:demo_command", "Start a split cluster, answer 8 prompts, print the table."),
     "plan": ("cluster.plan_command:plan_command", "Say what a pair's KV costs, and whether it starts."),
     "trace": ("cluster.trace_command:trace_command", "Draw the timeline of one request."),
+    "workers": ("cluster.parts_commands:workers_command", "Keep workers running, for gateways that attach."),
+    "gateway": ("cluster.parts_commands:gateway_command", "Serve with workers that run already."),
     "submit": ("cluster.submit_command:submit_command", "Serve as a job of a Ray cluster that runs already."),
 }
 
@@ -99,7 +101,7 @@ def main() -> None:
 def readable(error: Exception) -> str | None:
     """What to tell the user of an error of ours; None for one that is a bug and deserves its traceback."""
     from cluster.errors import RequestError
-    from cluster.local import StartFailed
+    from cluster.fleet import StartFailed
     from cluster.membership import NotReady
     from cluster.tracing import TracingMissing
     from workers.errors import WorkerRefused
@@ -141,6 +143,7 @@ def readable(error: Exception) -> str | None:
 @click.option("--metrics", help="HOST:PORT of health and metrics without tokens, for operators alone.")
 @click.option("--vllm-context", help="HOST:PORT of a door to the context workers in vLLM's engine protocol.")
 @click.option("--vllm-decoding", help="HOST:PORT of one to the workers that decode.")
+@click.option("--registry", help="HOST:PORT where further gateways attach to these workers.")
 @click.option("--token-file", help="Bearer tokens that clients must carry, one a line.")
 @click.option("--tls-cert-file", help="PEM certificate of the gRPC and OpenAI doors.")
 @click.option("--tls-key-file", help="Its PEM key.")
@@ -301,15 +304,21 @@ def top(interval_s: float, once: bool, server: str, access: Access) -> None:
 
 
 @cli.command()
-@click.argument("worker")
+@click.argument("worker", required=False)
+@click.option("--here", is_flag=True, help="All workers of this machine, asked themselves; needs no server.")
 @click.option(
     "--wait", "wait_s", type=float, default=0.0, help="Seconds to wait until it runs nothing any more."
 )
 @server_options
-def drain(worker: str, wait_s: float, server: str, access: Access) -> None:
+def drain(worker: str | None, here: bool, wait_s: float, server: str, access: Access) -> None:
     """Send WORKER no new requests; those that it runs finish."""
     from cluster.client import Client
 
+    if here == (worker is not None):
+        raise click.UsageError("name one WORKER, or give --here")
+    if worker is None:
+        drain_here(wait_s)
+        return
     until_s = time.monotonic() + wait_s
     with Client(server, access) as client:
         state = client.drain(worker)
@@ -319,6 +328,20 @@ def drain(worker: str, wait_s: float, server: str, access: Access) -> None:
     left = max(state.running, state.live_requests)
     click.echo(f"{worker} is draining; it runs {left} requests" if left else f"{worker} is drained")
     if left and wait_s:
+        sys.exit(1)
+
+
+def drain_here(wait_s: float) -> None:
+    """Drain every worker of this machine; exits with 1 when one still has requests after the wait."""
+    from cluster.here import drain
+
+    drained = asyncio.run(drain(wait_s, report=click.echo))
+    for worker in drained:
+        left = f"still has {worker.left} requests" if worker.left else "is drained"
+        click.echo(f"{worker.name} {left}")
+    if not drained:
+        click.echo("no worker runs here")
+    if wait_s and any(worker.left for worker in drained):
         sys.exit(1)
 
 

@@ -11,6 +11,7 @@ import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 import msgspec
@@ -55,6 +56,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     OpenAI door, `metrics` a port for operators alone; an empty address is no door. Tokens and TLS guard the first two.
     `vllm_context` and `vllm_decoding` are doors for a gateway that drives both legs itself in vLLM's engine protocol;
     a prompt that is computed waits `vllm_lease_s` there for its decoding.
+    `registry` is where further gateways learn of the workers, and `attach` the registry that a gateway without workers
+    of its own follows. A worker that dies, or says nothing for `silence_limit_s`, is replaced (`replace_workers`). On a
+    Ray that was joined, `keep_workers` lets workers outlive their supervisor, named in `ray_namespace`.
     `admission` "grow" lets generation workers take in more requests than their pools could finish at once.
     `local_prefill_tokens` is how much of a prompt a generation worker may compute itself instead of having it shipped;
     `without_context` "local" lets it compute any prompt while there is no context worker.
@@ -69,6 +73,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     vllm_context: str = ""
     vllm_decoding: str = ""
     vllm_lease_s: float = 30.0
+    registry: str = ""
+    attach: str = ""
     token_file: str = ""
     tls_cert_file: str = ""
     tls_key_file: str = ""
@@ -102,6 +108,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     heartbeat_timeout_s: float = 10.0
     startup_timeout_s: float = 300.0
     stall_limit_s: float = 30.0
+    replace_workers: bool = True
+    silence_limit_s: float = 30.0
+    keep_workers: bool = False
     min_al: float = 0.0
     al_window_s: float = 60.0
     slo_ttft_s: float = 2.0
@@ -112,6 +121,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     drain_s: float = 5.0
 
     ray_auth_mode: RayAuthMode = "disabled"
+    ray_namespace: str = "slipstream"
     object_store_bytes: int = 80_000_000
     placement: PlacementConfig = PlacementConfig()
 
@@ -128,6 +138,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "heartbeat_timeout_s",
             "startup_timeout_s",
             "stall_limit_s",
+            "silence_limit_s",
             "al_window_s",
             "vllm_lease_s",
         ):
@@ -206,22 +217,24 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return EveryRequestFits()
 
 
-def load_config(path: Path | None, overrides: Mapping[str, object]) -> ClusterConfig:
-    """Defaults, then the TOML file, then `overrides` (None means not given). Raises ConfigError."""
-    values: dict[str, object] = {}
+def load_config(
+    path: Path | None, overrides: Mapping[str, object], known: Mapping[str, object] = MappingProxyType({})
+) -> ClusterConfig:
+    """Defaults, `known`, then the TOML file, then `overrides` (None means not given). Raises ConfigError."""
+    values: dict[str, object] = dict(known)
     if path is not None:
         try:
-            values = tomllib.loads(path.read_text(encoding="utf-8"))
+            values.update(tomllib.loads(path.read_text(encoding="utf-8")))
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror}") from error
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{path} is not valid TOML: {error}") from error
     values.update({key: value for key, value in overrides.items() if value is not None})
-    known = ClusterConfig.__struct_fields__
+    fields = ClusterConfig.__struct_fields__
     for key in values:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(known)}"
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(fields)}"
             raise ConfigError(f"unknown configuration key {key!r}{hint}")
     try:
         return msgspec.convert(values, ClusterConfig)

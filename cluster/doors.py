@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from prometheus_client.registry import Collector
 
 from cluster.access import TokenFileError
 from cluster.config import ClusterConfig, ConfigError
@@ -33,18 +35,22 @@ class Addresses:
     metrics: str = ""
     vllm_context: str = ""
     vllm_decoding: str = ""
+    registry: str = ""
 
 
 class Doors:
-    """Start them once, stop them once. Raises ConfigError for a token or TLS file that cannot be used."""
+    """Start them once, stop them once. `collectors` are of metrics beside the gateway's own.
 
-    def __init__(self, config: ClusterConfig, gateway: Gateway) -> None:
+    Raises ConfigError for a token or TLS file that cannot be used.
+    """
+
+    def __init__(self, config: ClusterConfig, gateway: Gateway, collectors: Iterable[Collector] = ()) -> None:
         self._config = config
         with _config_errors():
             tokens = TokenFile(Path(config.token_file)) if config.token_file else None
             tls = _tls_files(config)
             self._grpc = Door(gateway, tokens=tokens, tls=tls)
-        operations = Operations(gateway)
+        operations = Operations(gateway, collectors)
         routes = [*openai_routes(gateway, lambda: uuid.uuid4().hex), *operations.routes()]
         self._http = HttpDoor(make_app(routes, tokens), tls)
         self._metrics = HttpDoor(make_app(operations.routes()))

@@ -201,8 +201,12 @@ class Gateway:
 
     async def start(self, timeout_s: float) -> None:
         """Attach to every worker and introduce them to each other. Raises NotReady."""
-        self._membership.start()
+        self.begin()
         await self._membership.wait_ready(timeout_s)
+
+    def begin(self) -> None:
+        """Attach to whoever answers; `ready` tells when that is enough."""
+        self._membership.start()
 
     def assign(self, workers: Sequence[WorkerAddress]) -> None:
         """These are the workers from now on; requests of those that are gone run again on others."""

@@ -11,10 +11,11 @@ import contextlib
 import logging
 import socket
 import ssl
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 
 import msgspec
 import uvicorn
+from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -39,17 +40,17 @@ _KEEP_ALIVE_S = 75  # longer than the idle time of common proxies, so that they 
 class Operations:
     """/health and /ready mean progress: a decoding worker that runs requests and does not move fails both."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, collectors: Iterable[Collector] = ()) -> None:
         self._gateway = gateway
-        self._metrics = Metrics(gateway)
+        self._metrics = Metrics(gateway, collectors)
 
     async def health(self, request: Request) -> Response:
         """503 when restarting would help: the gateway stops, or a worker is stalled."""
-        return _verdict(self._gateway.stalls())
+        return verdict(self._gateway.stalls())
 
     async def ready(self, request: Request) -> Response:
         """503 when an ordinary request sent now would not be served."""
-        return _verdict(self._gateway.troubles())
+        return verdict(self._gateway.troubles())
 
     def routes(self) -> list[BaseRoute]:
         return [
@@ -63,7 +64,8 @@ class Operations:
         return Response(self._metrics.text(), media_type=CONTENT_TYPE)
 
 
-def _verdict(troubles: list[str]) -> Response:
+def verdict(troubles: list[str]) -> Response:
+    """200, or 503 with the reasons."""
     body = {"status": "unavailable" if troubles else "ok", "reasons": troubles}
     return Response(msgspec.json.encode(body), 503 if troubles else 200, media_type="application/json")
 

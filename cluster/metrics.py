@@ -34,12 +34,12 @@ _NO_REPLAYS = {kind.reason.lower(): 0 for kind in (WorkerLost, WorkerFailed, Pre
 
 
 class Metrics:
-    """The registry of one gateway."""
+    """The registry of one gateway; `others` are of what else runs in its process."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, others: Iterable[Collector] = ()) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_GatewayCollector(gateway))
-        self._registry.register(_WorkerCollector(gateway))
+        for collector in (_GatewayCollector(gateway), _WorkerCollector(gateway), *others):
+            self._registry.register(collector)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

@@ -13,8 +13,13 @@ class PlacementRefused(Exception):
     """A group was not placed in time; the message says what it wanted and which labels there are."""
 
 
-async def place(ray: Any, group: WorkerGroup, timeout_s: float) -> Any:
-    """A ready placement group with one bundle per rank. Raises PlacementRefused and leaves nothing behind."""
+async def place(
+    ray: Any, group: WorkerGroup, timeout_s: float, name: str = "", lifetime: str | None = None
+) -> Any:
+    """A ready placement group with one bundle per rank. Raises PlacementRefused and leaves nothing behind.
+
+    One with the `lifetime` "detached" outlives this process; its `name` finds it again.
+    """
     util = ray.util
     topology = {group.domain_label: "STRICT_PACK"} if group.domain_label else None
     placed = util.placement_group(
@@ -22,6 +27,8 @@ async def place(ray: Any, group: WorkerGroup, timeout_s: float) -> Any:
         bundle_label_selector=[dict(group.labels)] * group.ranks if group.labels else None,
         topology_strategy=topology,
         strategy=None if topology else "PACK",
+        name=name,
+        lifetime=lifetime,
     )
     try:
         if await asyncio.to_thread(placed.wait, timeout_s):

@@ -54,20 +54,19 @@ class StartDisplay:
         done = stage in ("ready", "serving")
         self._progress.update(self._tasks[name], description=stage, completed=int(done))
 
-    def ready(self, addresses: Addresses, seconds: float, config: ClusterConfig) -> None:
-        """The cluster serves."""
+    def ready(self, addresses: Addresses, seconds: float, config: ClusterConfig, parts: str = "") -> None:
+        """The cluster serves. `parts`: what of it is here, when that is not its workers."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
-        roles = ", ".join(config.worker_roles())
+        roles = parts or ", ".join(config.worker_roles())
         self._console.print(
             f"[bold green]ready[/] on [bold]{addresses.grpc}[/] after {seconds:.1f} s", highlight=False
         )
         scheme = "https" if config.tls_cert_file else "http"
         if addresses.http:
             self._console.print(f"OpenAI: {scheme}://{addresses.http}/v1", highlight=False)
-        if addresses.metrics:
-            self._console.print(f"health and metrics: http://{addresses.metrics}", highlight=False)
+        self._others(addresses)
         for pool in ("context", "decoding"):
             address = getattr(addresses, f"vllm_{pool}")
             if address:
@@ -76,3 +75,20 @@ class StartDisplay:
         self._console.print(
             f"try: slipstream generate --server {addresses.grpc} 'Why is the sky blue?'", highlight=False
         )
+
+    def kept(self, addresses: Addresses, seconds: float, config: ClusterConfig) -> None:
+        """The workers serve, for gateways that attach."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+        self._console.print(f"[bold green]workers ready[/] after {seconds:.1f} s", highlight=False)
+        self._others(addresses)
+        roles = ", ".join(config.worker_roles())
+        self._console.print(f"{config.pair}, {config.dtype}, {config.mode}: {roles}", highlight=False)
+        self._console.print(f"try: slipstream gateway --attach {addresses.registry}", highlight=False)
+
+    def _others(self, addresses: Addresses) -> None:
+        if addresses.metrics:
+            self._console.print(f"health and metrics: http://{addresses.metrics}", highlight=False)
+        if addresses.registry:
+            self._console.print(f"registry: {addresses.registry}", highlight=False)

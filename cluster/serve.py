@@ -1,6 +1,6 @@
 """From a configuration to a serving cluster, and back down without a trace.
 
-    tokenizer (thread) ┐
+    tokenizer (thread) ┐                                                     ┌── supervisor: who serves changes
     Ray, workers ──────┴▶ gateway attaches, introduces ──▶ door listens ──▶ ready ──signal──▶ drain, stop
 
 The start is parallel where it can be, and the port is tried first of all. Whatever ends it, signals included, every
@@ -12,24 +12,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import signal
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import TypeVar
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 
 from cluster.actors import DEFAULT_HOST
 from cluster.config import ClusterConfig
 from cluster.doors import Addresses, Doors
+from cluster.fleet import Report
 from cluster.gateway import Gateway, GatewaySettings
 from cluster.link import LinkTimes, WorkerAddress
-from cluster.local import LocalCluster, Report
+from cluster.local import LocalCluster
+from cluster.registry import Registry
+from cluster.replacements import SupervisorCollector
+from cluster.stopping import Stopped, stop_signal, unless
+from cluster.supervisor import Supervisor, policy_of
 from cluster.tracing import gateway_tracing
 from workers.pairs import resolve_pair
 from workers.tokenizer import Tokenizer
-
-Answer = TypeVar("Answer")
 
 HEALTH_INTERVAL_S = 0.5
 
@@ -86,33 +88,46 @@ async def serve(
 ) -> None:
     """Serve until SIGINT or SIGTERM; call `on_ready(addresses, seconds)` once. Raises what keeps it from serving."""
     started_s = time.monotonic()
-    for listen in (config.listen, config.http, config.metrics, config.vllm_context, config.vllm_decoding):
-        if listen:
-            check_listen(listen)
+    check_doors(config)
     resolve_pair(config.pair)  # a wrong name should not cost a start of Ray
     loading = asyncio.create_task(asyncio.to_thread(load_tokenizer, config.pair))
     await asyncio.sleep(0)  # its thread starts before Ray blocks this one
     cluster = LocalCluster(config, host_factory=host_factory, report=report)
     try:
         cluster.start_ray()
-        stop = _stop_signal()
-        await _unless(stop, cluster.start_workers())
+        stop = stop_signal()
+        await unless(stop, cluster.start_workers())
         report("gateway", "connecting the workers")
-        tokenizer = await _unless(stop, loading)
+        tokenizer = await unless(stop, loading)
         gateway = make_gateway(config, cluster.workers, tokenizer)
-        doors = Doors(config, gateway)
+        registry = Registry(config.pair, config.mode)
+
+        def changed(workers: tuple[WorkerAddress, ...]) -> None:
+            gateway.assign(workers)
+            registry.publish(workers)
+
+        supervisor = supervise(config, cluster, changed) if config.replace_workers else None
+        doors = Doors(config, gateway, [SupervisorCollector(supervisor)] if supervisor is not None else [])
         try:
-            await _unless(stop, gateway.start(config.startup_timeout_s))
+            await unless(stop, gateway.start(config.startup_timeout_s))
+            if supervisor is not None:
+                supervisor.start()
+            registry.publish(cluster.workers)
             addresses = await doors.start()
+            if config.registry:
+                addresses = replace(addresses, registry=await registry.start(config.registry))
             await doors.serving(True)
             on_ready(addresses, time.monotonic() - started_s)
-            await _follow_health(doors, gateway, stop)
+            await follow_health(doors, gateway, stop)
         finally:
             report("gateway", f"stopping; live requests get {config.drain_s:g} s to finish")
+            if supervisor is not None:
+                await supervisor.stop()
             await doors.serving(False)
+            await registry.stop()
             await gateway.stop(config.drain_s)
             await doors.stop(0.5)
-    except _Stopped:
+    except Stopped:
         pass
     finally:
         await asyncio.gather(loading, return_exceptions=True)
@@ -133,9 +148,34 @@ def check_listen(listen: str) -> None:
             raise OSError(f"cannot listen on {listen}: {error.strerror}") from error
 
 
-async def _follow_health(doors: Doors, gateway: Gateway, stop: asyncio.Event) -> None:
+def check_doors(config: ClusterConfig) -> None:
+    """Raise OSError for an address of the configuration that cannot be bound."""
+    doors = (
+        config.listen,
+        config.http,
+        config.metrics,
+        config.vllm_context,
+        config.vllm_decoding,
+        config.registry,
+    )
+    for listen in doors:
+        if listen:
+            check_listen(listen)
+
+
+def supervise(
+    config: ClusterConfig,
+    cluster: LocalCluster,
+    changed: Callable[[tuple[WorkerAddress, ...]], None],
+) -> Supervisor:
+    """A supervisor of a cluster's workers, which have been started; it has not."""
+    fleet = cluster.fleet
+    assert fleet is not None, "the workers have not been started"
+    return Supervisor(fleet, fleet.roles, cluster.serving, policy_of(config), changed)
+
+
+async def follow_health(doors: Doors, gateway: Gateway, stop: asyncio.Event, shown: bool = True) -> None:
     """Until `stop`: the health service says SERVING as long as requests can be routed."""
-    shown = True
     while not stop.is_set():
         if gateway.ready != shown:
             shown = gateway.ready
@@ -143,29 +183,3 @@ async def _follow_health(doors: Doors, gateway: Gateway, stop: asyncio.Event) ->
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HEALTH_INTERVAL_S):
                 await stop.wait()
-
-
-class _Stopped(Exception):
-    """A signal came before the cluster was ready."""
-
-
-def _stop_signal() -> asyncio.Event:
-    """Set by SIGINT or SIGTERM. Must be made after Ray has started, because Ray replaces their handlers."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    return stop
-
-
-async def _unless(stop: asyncio.Event, work: Awaitable[Answer]) -> Answer:
-    """The result of `work`, given up when `stop` is set first."""
-    task = asyncio.ensure_future(work)
-    stopped = asyncio.create_task(stop.wait())
-    await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
-    if not task.done():
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        raise _Stopped
-    return task.result()

@@ -15,7 +15,8 @@ import ray
 from ray.cluster_utils import Cluster
 
 from cluster.config import load_config
-from cluster.local import LocalCluster, StartFailed
+from cluster.fleet import StartFailed
+from cluster.local import LocalCluster
 from cluster.placement import WorkerGroup
 from cluster.placing import PlacementRefused, place
 
@@ -53,7 +54,7 @@ async def serve(**placement: object) -> tuple[dict[str, str], str]:
     finally:
         where = {
             name: ray.get(actor.__ray_call__.remote(lambda self: ray.get_runtime_context().get_node_id()))
-            for name, actor in cluster._actors.items()
+            for name, actor in (cluster.fleet.actors if cluster.fleet is not None else {}).items()
         }
         labels = {node["NodeID"]: node["Labels"].get(DOMAIN, "") for node in ray.nodes()}
         await cluster.stop()
