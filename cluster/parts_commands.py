@@ -19,8 +19,11 @@ from cluster.logs import configure
 from cluster.progress import StartDisplay
 from cluster.registry import Roster
 
-_BOTH = ("config_path", "pair", "mode", "metrics", "log_format", "log_level", "min_al")
-_OF_GATEWAYS = ("listen", "http", "token_file", "tls_cert_file", "tls_key_file", "tls_client_ca_file")
+_BOTH = ("config_path", "pair", "mode", "metrics", "log_format", "log_level", "min_al", "otel_endpoint")
+_OF_GATEWAYS = (
+    *("listen", "http", "vllm_context", "vllm_decoding"),
+    *("token_file", "tls_cert_file", "tls_key_file", "tls_client_ca_file"),
+)
 
 
 def _options(*, gateway: bool) -> list[click.Parameter]:
