@@ -118,9 +118,9 @@ test-gpu:  ## the tests that need CUDA devices (GPU_PYTHON: another interpreter 
 bench-gpu:  ## every GPU figure beside its limit: JSON, and PNGs (extra: bench), into OUT (default bench-gpu)
 	@$(GPU_PYTHON) -m tests.bench.gpu.suite $(if $(OUT),--out $(OUT))
 
-chaos: setup  ## steady requests while workers are killed, stopped, drained; supervisors replaced (some minutes)
+chaos: setup  ## steady requests while workers are killed, stopped, drained and cut off; supervisors replaced (root)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -m chaos
-	@$(BIN)/python -m tests.faults.chaos --requests 300
+	@$(BIN)/python -m tests.faults.chaos $(CHAOS)
 
 flood: setup  ## bursts of long prompts given up midway, then many short ones: a probe answers, memory is flat (minutes)
 	@$(BIN)/python -m tests.faults.flood
@@ -131,6 +131,7 @@ fuzz: setup  ## nonsense at both doors of running processes for FUZZ_SECONDS (30
 
 bench: setup  ## bookkeeping per decode step; shipping a prompt's KV, against memcpy, plain NIXL and Ray
 	@$(BIN)/python -m tests.bench.bookkeeping
+	@$(BIN)/python -m tests.bench.routing
 	@$(BIN)/python -m tests.bench.kv_transfer
 
 clean:  ## remove caches and both environments

@@ -41,7 +41,7 @@ class AnswerRequest:
     `client_id` is the client's own name for it: for `Cancel` and for logs, never used between gateway and workers.
     `cache_salt`: cached prefixes are shared only among requests of the same salt. `traceparent`: the trace that the
     request belongs to, as its client said it. `conversation_id`: requests that name the same one are kept on the same
-    workers, where that can be; see `cluster.conversations` for those that name none.
+    workers, where that can be; see `cluster.affinity` for those that name none.
     """
 
     prompt: Prompt

@@ -25,6 +25,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, 
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from cluster.affinity import Affinity, Beginning, beginning_of
 from cluster.alarm import AcceptanceWatch
 from cluster.answers import (
     AnswerEnd,
@@ -37,7 +38,6 @@ from cluster.answers import (
     Usage,
 )
 from cluster.assemble import Assembler
-from cluster.conversations import Conversations, Turn, turn_of
 from cluster.errors import (
     ClusterFull,
     DeadlineOver,
@@ -57,11 +57,11 @@ from cluster.membership import LinkNews, Membership, facts_of
 from cluster.readiness import Progress, stalled
 from cluster.recall import recall
 from cluster.replay import Runs
-from cluster.routing import ANY_ERRAND, Errand, NoRoute, WithoutContext, choose, prefix_of
+from cluster.routing import ANY_ERRAND, Errand, NoRoute, WithoutContext, choose
 from cluster.timeline import MAX_RECORDS, Timeline
 from cluster.tracing import NoTracing, Tracing, traceparent_of
 from cluster.worker_client import WorkerUnreachable
-from kvmanager.ids import RequestId
+from kvmanager.ids import RequestId, WorkerEpoch
 from workers.errors import NotHeld, TransferBroke, WorkerRefused
 from workers.request import (
     ComputedHere,
@@ -115,8 +115,7 @@ class _Asked:
 
     route: Route
     salt: str
-    prefix: bytes
-    turn: Turn
+    beginning: Beginning
     deadline_s: float | None
     since_s: float
     held: HeldPrompt | None = None
@@ -141,7 +140,7 @@ class Gateway:
         self.started_s = time.monotonic()
         self.tokenizer = tokenizer
         self._intake = Intake(tokenizer, new_seed)
-        self._conversations = Conversations()
+        self._affinity = Affinity()
         self._new_id = new_id
         self._membership = Membership(
             workers,
@@ -295,9 +294,10 @@ class Gateway:
         since_s, avoid = asyncio.get_running_loop().time(), frozenset[str]()
         with self._admission():
             prompt, sampling = await self._intake.take(request, self.limits("split"))
+            beginning = beginning_of(prompt, request.cache_salt, request.conversation_id)
             while True:
-                errand = Errand(prefix=prefix_of(prompt, request.cache_salt), avoid=avoid)
-                link = self._choose("split", errand)[1]
+                errand = self._affinity.errand(beginning, self._epochs(), avoid=avoid)
+                link = self._choose("split", errand, without_context="refuse")[1]
                 work = HoldRequest(
                     request_id=RequestId(self._new_id()),
                     prompt_token_ids=prompt,
@@ -353,14 +353,10 @@ class Gateway:
                 prompt_token_ids, sampling = await self._intake.take(request, self.limits(route))
                 self._records.append(record)
                 runs = Runs(prompt_token_ids, sampling, self.settings.max_replays)
-                turn = turn_of(request)
                 asked = _Asked(
                     route=route,
                     salt=request.cache_salt,
-                    prefix=turn.key
-                    if request.conversation_id
-                    else prefix_of(prompt_token_ids, request.cache_salt),
-                    turn=turn,
+                    beginning=beginning_of(prompt_token_ids, request.cache_salt, request.conversation_id),
                     deadline_s=deadline_s,
                     since_s=asyncio.get_running_loop().time(),
                     held=held,
@@ -390,7 +386,8 @@ class Gateway:
                     total_time_s=now_s - started_s,
                 )
                 record.outcome = assembler.reason
-                self._remember(turn, record)
+                said = beginning_of(runs.token_ids, request.cache_salt, request.conversation_id)
+                self._remember(record, asked.beginning, said)
                 yield AnswerEnd(assembler.reason, record.usage, assembler.tail, assembler.stop)
         except RequestError as error:
             record.outcome, record.error = error.code.lower(), error.message
@@ -441,7 +438,11 @@ class Gateway:
         self._spawn(self._retire(live, ended_well))
 
     def _choose(
-        self, route: Route, errand: Errand = ANY_ERRAND, held: HeldPrompt | None = None
+        self,
+        route: Route,
+        errand: Errand = ANY_ERRAND,
+        held: HeldPrompt | None = None,
+        without_context: WithoutContext | None = None,
     ) -> list[WorkerLink]:
         """The links of the route, the decoding worker first. Raises NoWorkerReady.
 
@@ -460,7 +461,7 @@ class Gateway:
                 snapshots,
                 self._membership.paired,
                 errand,
-                without_context=self.settings.without_context if held is None else "refuse",
+                without_context=without_context or self.settings.without_context,
             )
         except NoRoute as error:
             raise NoWorkerReady(str(error), retry_after_s=RETRY_AFTER_S) from error
@@ -471,15 +472,15 @@ class Gateway:
         run, called = runs.run, None
         prompt, sampling = run.prompt_token_ids, run.sampling
         try:
-            errand = Errand(
+            errand = self._affinity.errand(
+                asked.beginning,
+                self._epochs(),
                 num_tokens=len(prompt) + sampling.max_tokens,
-                prefix=asked.prefix,
-                home=self._home(asked.turn),
                 avoid=runs.avoid,
             )
             held = None if run.again else asked.held
             try:
-                links = self._choose(asked.route, errand, held)
+                links = self._choose(asked.route, errand, held, "refuse" if held is not None else None)
             except NoWorkerReady:
                 if held is None:
                     raise
@@ -570,18 +571,23 @@ class Gateway:
             return False
         return True
 
-    def _home(self, turn: Turn) -> str:
-        """The worker that has the conversation's KV, if it still is the same incarnation."""
-        known = self._conversations.home(turn)
-        link = self._membership.links.get(known[0]) if known is not None else None
-        if known is None or link is None or link.facts is None or link.facts.epoch != known[1]:
-            return ""
-        return link.worker.name
+    def _epochs(self) -> dict[str, WorkerEpoch]:
+        links = self._membership.links.items()
+        return {name: link.facts.epoch for name, link in links if link.facts is not None}
 
-    def _remember(self, turn: Turn, record: RequestRecord) -> None:
-        link = self._membership.links.get(record.workers[0]) if record.workers else None
-        if link is not None and link.facts is not None:
-            self._conversations.decoded(turn, link.worker.name, link.facts.epoch)
+    def _remember(self, record: RequestRecord, prompt: Beginning, said: Beginning) -> None:
+        """What the workers of the answer have from now on: the context worker its prompt, the other one all of it."""
+        for name in record.workers:
+            link = self._membership.links.get(name)
+            if link is None or link.facts is None or link.stats is None:
+                continue
+            pool_tokens = link.stats.target_pages * link.facts.page_size
+            if link.worker.role == "context":
+                self._affinity.computed(name, link.facts.epoch, prompt, pool_tokens)
+            else:
+                self._affinity.computed(name, link.facts.epoch, said, pool_tokens)
+                self._affinity.decoded(name, link.facts.epoch, said)
+        self._affinity.retain(self._membership.links)
 
     def _ttl_s(self, deadline_s: float | None) -> float:
         """What a leg may take: deadlines do not cross a process, remaining seconds do."""

@@ -55,6 +55,11 @@ class Runs:
         return self.num_failures + self.num_preemptions
 
     @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The prompt and all that was emitted so far."""
+        return (*self._prompt, *self._emitted)
+
+    @property
     def run(self) -> Run:
         """The present run."""
         sampling = msgspec.structs.replace(

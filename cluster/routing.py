@@ -5,29 +5,28 @@ requests it holds (known without delay). Only ready workers are chosen, and a co
 generation worker it has shaken hands with. Workers that broke an earlier run of the request come last.
 
 A generation worker holds a request for most of its life: the first choice is one that has room for it now, then the
-least loaded. The next turn of a conversation goes where the last one was decoded, because the KV of prompt and answer
-is there and nowhere else (see `cluster.conversations`). A context worker holds a request for its prompt alone, but may
-know the beginning of that prompt already: of all workers the same one is asked for prompts that begin alike, or that
-name the same conversation. Who that is depends on the worker's name and the prompt (rendezvous hashing), so workers
-that come and go move only the prompts that were theirs, and several gateways agree without talking. Either kind of
-attachment gives way when its worker is busier than another by `AFFINITY_SLACK` requests.
+least loaded. A context worker holds it for its prompt alone. Either goes by what the workers are known to have of the
+request already (`cluster.affinity`): of those that are not busier than another by more than `AFFINITY_SLACK` requests,
+the one that has the most of it, because that is neither computed nor shipped again. Where nobody has any of it, prompts
+that begin alike go to one context worker. Which one depends on its name and the prompt (rendezvous hashing), so workers
+that come and go move only the prompts that were theirs, and several gateways agree without talking.
+
+2026-11-30: workers do not send gateways a digest of their caches. In `python -m tests.bench.routing` (4 context
+workers, chats and questions about documents) load alone leaves 44.8 % of prompt pages to compute in chats under
+overload, the hash 23.0 %, the memory of one gateway 22.1 %, of two that share the requests 23.2 %, and sight of every
+cache 21.4 %; of documents in caches too small for them 73.6, 49.6, 47.2, 54.7 and 44.9 %.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
-
-import numpy as np
 
 from cluster.answers import Route
 from kvmanager.ids import WorkerEpoch
 from workers.request import Role
-
-PREFIX_TOKENS = 64
-"""Prompts that agree in so many tokens go to the same context worker; shorter ones are told apart by all of them."""
 
 AFFINITY_SLACK = 2
 """Requests that a cached prefix may wait behind; beyond that another worker is done sooner."""
@@ -71,13 +70,17 @@ class WorkerSnapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class Errand:
-    """What the choice depends on. `num_tokens`: prompt and answer at most. `prefix`: see `prefix_of`.
+    """What the choice depends on. `num_tokens`: prompt and answer at most.
 
-    `home` names the generation worker that decoded the conversation's last turn; empty when there is none.
+    `prefix` is common to requests that begin alike, `deepest` to those that go on alike as far as anyone looks.
+    `known_tokens`: how much of the prompt workers have the KV of, by name. `home` names the generation worker that
+    decoded the conversation's last turn; empty when that is not known.
     """
 
     num_tokens: int = 0
     prefix: bytes = b""
+    deepest: bytes = b""
+    known_tokens: Mapping[str, int] = field(default_factory=dict)
     home: str = ""
     avoid: frozenset[str] = frozenset()
 
@@ -143,12 +146,6 @@ def choose(
     return (split.generation, split.context)
 
 
-def prefix_of(token_ids: Sequence[int], salt: str) -> bytes:
-    """What prompts that begin alike have in common; another salt shares nothing."""
-    head = np.asarray(token_ids[:PREFIX_TOKENS], dtype="<i8").tobytes()
-    return hashlib.blake2b(head + salt.encode(), digest_size=8).digest()
-
-
 def choose_aggregated(workers: Iterable[WorkerSnapshot], errand: Errand = ANY_ERRAND) -> AggregatedRoute:
     """The least loaded aggregated worker that has room. Raises NoRoute."""
     workers = list(workers)
@@ -194,27 +191,46 @@ def _generations(workers: list[WorkerSnapshot]) -> list[WorkerSnapshot]:
 
 
 def _in_order(generations: list[WorkerSnapshot], errand: Errand) -> list[WorkerSnapshot]:
-    """The best first: the conversation's home while it has room and is hardly busier than others, then by load."""
+    """The best first: who has the conversation, or most of the prompt, while it has room and is hardly busier; load."""
     order = sorted(generations, key=lambda worker: _decoding_order(worker, errand))
-    best = order[0]
-    for worker in order:
-        if (
-            worker.name == errand.home
-            and worker.name not in errand.avoid
-            and (worker.has_room(errand.num_tokens) or not best.has_room(errand.num_tokens))
-            and worker.load <= min(other.load for other in order) + AFFINITY_SLACK
-        ):
-            return [worker, *(other for other in order if other is not worker)]
-    return order
+    first = order[0]
+    near = [
+        worker
+        for worker in _near(order)
+        if (worker.name in errand.avoid) == (first.name in errand.avoid)
+        and worker.has_room(errand.num_tokens) == first.has_room(errand.num_tokens)
+    ]
+    if not near:
+        return order
+    best = max(near, key=lambda worker: (worker.name == errand.home, _known(worker, errand)))
+    if best.name != errand.home and not _known(best, errand):
+        return order
+    return [best, *(worker for worker in order if worker is not best)]
 
 
 def _context_for(partners: list[WorkerSnapshot], errand: Errand) -> WorkerSnapshot:
     trusted = [worker for worker in partners if worker.name not in errand.avoid] or partners
-    idlest = min(trusted, key=lambda worker: (worker.load, worker.name))
+    near = _near(trusted)
+    most = max(_known(worker, errand) for worker in near)
     if not errand.prefix:
-        return idlest
+        return min(trusted, key=lambda worker: (worker.load, worker.name))
     home = max(trusted, key=lambda worker: _affinity(worker.name, errand.prefix))
-    return home if home.load <= idlest.load + AFFINITY_SLACK else idlest
+    if most:
+        return max(
+            (worker for worker in near if _known(worker, errand) == most),
+            key=lambda worker: (worker is home, -worker.load, _affinity(worker.name, errand.deepest)),
+        )
+    return home if home in near else min(trusted, key=lambda worker: (worker.load, worker.name))
+
+
+def _near(workers: list[WorkerSnapshot]) -> list[WorkerSnapshot]:
+    """Those that are not busier than the least loaded by more than what a cached prefix is worth."""
+    least = min(worker.load for worker in workers)
+    return [worker for worker in workers if worker.load <= least + AFFINITY_SLACK]
+
+
+def _known(worker: WorkerSnapshot, errand: Errand) -> int:
+    return errand.known_tokens.get(worker.name, 0)
 
 
 def _affinity(name: str, prefix: bytes) -> bytes:

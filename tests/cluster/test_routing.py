@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.affinity import beginning_of
 from cluster.routing import (
     AFFINITY_SLACK,
-    PREFIX_TOKENS,
     AggregatedRoute,
     Errand,
     NoRoute,
@@ -21,7 +21,6 @@ from cluster.routing import (
     choose_aggregated,
     choose_local,
     choose_split,
-    prefix_of,
 )
 from kvmanager.ids import WorkerEpoch
 from workers.request import Role
@@ -123,7 +122,7 @@ def context_of(prefix: bytes, workers: list[WorkerSnapshot], avoid: frozenset[st
     ).context
 
 
-PREFIXES = [prefix_of([number, 7], "") for number in range(200)]
+PREFIXES = [beginning_of([number, 7], "").home for number in range(200)]
 
 
 def test_prompts_that_begin_alike_go_to_one_context_worker_and_others_spread() -> None:
@@ -146,11 +145,23 @@ def test_a_prefix_is_not_worth_waiting_behind_many_requests() -> None:
     assert context_of(prefix, contexts(AFFINITY_SLACK + 1, 0)) == "c1"
 
 
-def test_a_prefix_is_its_first_tokens_and_its_salt() -> None:
-    head = list(range(PREFIX_TOKENS))
-    assert prefix_of([*head, 1, 2], "") == prefix_of([*head, 3], "")
-    assert prefix_of(head, "mine") != prefix_of(head, "")
-    assert prefix_of([*head[1:], 0], "") != prefix_of(head, "")
+def knowing(known_tokens: dict[str, int], prefix: bytes = PREFIXES[0]) -> Errand:
+    return Errand(prefix=prefix, deepest=prefix, known_tokens=known_tokens)
+
+
+def test_who_has_most_of_the_prompt_is_asked_unless_it_is_busier_than_that_is_worth() -> None:
+    workers = [*contexts(1, 1 + AFFINITY_SLACK, 2 + AFFINITY_SLACK), worker("g", "generation")]
+    everyone = frozenset((context.epoch, WorkerEpoch("g")) for context in workers[:3])
+    assert choose_split(workers, everyone, knowing({"c0": 64, "c1": 128, "c2": 192})).context == "c1"
+    assert choose_split(workers, everyone, knowing({"c2": 192})).context in ("c0", "c1")
+    generations = [worker("g1", "generation", 0), worker("g2", "generation", AFFINITY_SLACK)]
+    assert choose_local(generations, knowing({"g2": 64})).generation == "g2"
+    assert choose_local(generations, Errand(home="g2")).generation == "g2"
+    assert choose_local(generations, Errand(home="g1", known_tokens={"g2": 64})).generation == "g1"
+    assert (
+        choose_local([generations[0], replace(generations[1], live=3)], knowing({"g2": 64})).generation
+        == "g1"
+    )
 
 
 names = st.sampled_from([f"w{number}" for number in range(12)])
@@ -179,6 +190,8 @@ errands = st.builds(
     Errand,
     num_tokens=st.integers(0, 2000),
     prefix=st.sampled_from([b"", *PREFIXES[:9]]),
+    deepest=st.sampled_from(PREFIXES[:9]),
+    known_tokens=st.dictionaries(names, st.sampled_from([64, 128, 640]), max_size=4),
     home=st.one_of(st.just(""), names),
     avoid=st.frozensets(names, max_size=4),
 )
@@ -252,7 +265,8 @@ def test_capacity_comes_first_and_then_load(workers: list[WorkerSnapshot], erran
     if any(worker.has_room(errand.num_tokens) for worker in among):
         assert chosen.has_room(errand.num_tokens)
         among = [worker for worker in among if worker.has_room(errand.num_tokens)]
-    slack = AFFINITY_SLACK if chosen.name == errand.home else 0
+    attached = chosen.name == errand.home or chosen.name in errand.known_tokens
+    slack = AFFINITY_SLACK if attached else 0
     assert chosen.load <= min(worker.load for worker in among) + slack
 
 
