@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -22,11 +21,12 @@ from cluster.client import Client
 from cluster.errors import RequestError
 from cluster.rpc.v1 import admin_pb2
 from tests.cluster.ray_head import Host, RayHead, free_ports
+from tests.faults import network
 
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="makes network namespaces"),
+    pytest.mark.skipif(not network.permitted(), reason="makes network namespaces"),
 ]
 
 CONFIG = "deploy/examples/two-machines.toml"
@@ -36,31 +36,9 @@ Answer = tuple[str, int, int]
 """Text, decode steps, decode tokens: what must not depend on where it was computed."""
 
 
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
-
-
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[list[Host]]:
-    """Three namespaces on a bridge that this process can reach too."""
-    tag = f"{os.getpid() % 10_000:04d}"
-    network = f"10.{os.getpid() % 200 + 20}.77"
-    with ExitStack() as stack:
-        ip("link", "add", f"sb{tag}", "type", "bridge")
-        stack.callback(ip, "link", "del", f"sb{tag}")
-        ip("addr", "add", f"{network}.254/24", "dev", f"sb{tag}")
-        ip("link", "set", f"sb{tag}", "up")
-        made = []
-        for number in (1, 2, 3):
-            name = f"slip{tag}-{number}"
-            ip("netns", "add", name)
-            stack.callback(ip, "netns", "del", name)
-            ip("link", "add", f"sv{tag}{number}", "type", "veth", "peer", "name", "eth0", "netns", name)
-            ip("link", "set", f"sv{tag}{number}", "master", f"sb{tag}", "up")
-            ip("-n", name, "addr", "add", f"{network}.{number}/24", "dev", "eth0")
-            ip("-n", name, "link", "set", "eth0", "up")
-            ip("-n", name, "link", "set", "lo", "up")
-            made.append(Host(f"{network}.{number}", name))
+    with network.hosts(3) as made:
         yield made
 
 
@@ -169,9 +147,9 @@ def test_a_link_that_is_cut_and_healed_costs_requests_at_most_and_never_their_to
     asking = threading.Thread(target=ask)
     asking.start()
     time.sleep(1.0)
-    ip("-n", hosts[2].namespace, "link", "set", "eth0", "down")
+    network.cut(hosts[2])
     time.sleep(5.0)
-    ip("-n", hosts[2].namespace, "link", "set", "eth0", "up")
+    network.join(hosts[2])
     time.sleep(1.0)
     stop.set()
     asking.join(timeout=120)

@@ -1,9 +1,13 @@
-"""Requests at a steady rate while workers are killed, stopped and drained: `python -m tests.faults.chaos`.
+"""Requests at a steady rate while workers and links fail: `python -m tests.faults.chaos`.
 
-Two context and two generation workers with the tiny pair, each a process of its own, KV over NIXL between them; the
-gateway is in this process. Every few seconds something happens to one worker. A killed one is started again at its
-address, as another incarnation. Each request must end in its golden text or in a clear error, none later than its
-deadline, and when all is over no worker may hold anything of it.
+Context and generation workers, each a process on a host (network namespace) of its own, KV over NIXL between them; the
+gateway is in this process. Every few seconds something happens to one worker: it is killed, stopped for a while,
+drained for a while, or its link is cut for a while. A killed one is started again at its address, as another
+incarnation.
+
+Each request must end in its golden text or in a clear error, none later than its deadline. There may be an error only
+where all workers of a role were kept from serving at some moment of the request's life. When all is over no worker may
+hold anything of it, nor the gateway, and no process that lived long enough may have grown.
 """
 
 from __future__ import annotations
@@ -11,19 +15,26 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import os
 import random
 import signal
 import socket
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from cluster.answers import AnswerChunk, AnswerRequest, TokenPrompt
 from cluster.errors import RequestError
 from cluster.gateway import Gateway, GatewaySettings
-from cluster.link import LinkState, LinkTimes, WorkerAddress
+from cluster.link import LinkState, LinkTimes, WorkerLink
 from cluster.prompt_sets import builtin_prompts
+from cluster.routing import WithoutContext
+from tests.cluster.ray_head import Host
+from tests.faults import network
+from tests.faults.places import Memory, Outages, Place
 from tests.workers.split_pair import run_aggregated
 from workers.assembly import load_models
 from workers.config import PairSpec, WorkerConfig
@@ -31,119 +42,265 @@ from workers.pairs import resolve_pair
 from workers.request import Role, SamplingParams
 from workers.tokenizer import Tokenizer
 
-ROLES: tuple[Role, ...] = ("context", "context", "generation", "generation")
-STOPPED_S = 3.0
-DRAINED_S = 2.0
+Deed = Literal["kill", "stop", "drain", "cut"]
+LASTS_S: dict[Deed, tuple[float, float]] = {"kill": (0, 0), "stop": (1, 8), "drain": (2, 4), "cut": (1, 6)}
+PORT = 50052  # of workers on hosts of their own
+PROMPT_TOKENS = (250, 16, 120, 40)  # at most; some short ones are computed where they are decoded
+SHARED_EVERY = 5
 DEADLINE_S = 60.0
-QUIET_S = 45.0  # leases, deadlines and restarts are over by then
+LATE_S = 5.0
+QUIET_S = 60.0  # leases, deadlines and restarts are over by then
+SETTLE_S = 30.0  # a process has its caches and arenas by then
+LEAST_S = 60.0
+MAX_GROWTH_BYTES = 16 * 2**20
 CLEAR = frozenset({"UNAVAILABLE", "RESOURCE_EXHAUSTED"})
+FIGURES = (
+    "running",
+    "waiting",
+    "slots_in_use",
+    "draft_slots_in_use",
+    "target_pages_in_use",
+    "draft_pages_in_use",
+    "leases",
+    "transfers",
+    "quarantined_transfers",
+)
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class Plan:
-    requests: int = 60
-    rate: float = 3.0
-    every_s: float = 4.0
+    """`last`: how likely a misfortune that would meet the last worker of a role does so; it is never killed then.
+
+    `most_live`: no further request while so many are. On a machine that is too slow for `rate` it lowers it.
+    """
+
+    pair: str = "tiny"
+    requests: int = 1500
+    rate: float = 4.0
+    every_s: float = 3.0
+    most_live: int = 24
+    last: float = 0.1
+    workers: int = 2
+    links: bool = True
     seed: int = 0
     max_tokens: int = 60
+    local_prefill_tokens: int = 32
+    without_context: WithoutContext = "refuse"
+    heartbeat_timeout_s: float = 2.0
 
 
 @dataclass
 class Result:
-    """`wrong` and `late` must be empty, and so must `held`: what workers still hold at the end.
-
-    `errors` are clear ones. One worker of each role is always up, so that there should be none either.
-    """
+    """All lists but `excused` must be empty. `excused` are clear errors of requests that nobody could have served."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     deeds: Counter[str] = field(default_factory=Counter)
     replays: dict[str, int] = field(default_factory=dict)
+    paths: Counter[str] = field(default_factory=Counter)
+    suspected: int = 0  # workers that served and were thought not to
+    took_s: list[float] = field(default_factory=list)
+    growth: dict[str, float] = field(default_factory=dict)
+    excused: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     late: list[str] = field(default_factory=list)
     held: list[str] = field(default_factory=list)
 
     @property
-    def good(self) -> bool:
-        return not (self.errors or self.wrong or self.late or self.held)
-
-
-class WorkerProcess:
-    """A worker's place: its name and port outlive its incarnations."""
-
-    def __init__(self, name: str, role: Role) -> None:
-        self.name, self.role = name, role
-        self.port = _free_port()
-        self._process: asyncio.subprocess.Process | None = None
+    def grown(self) -> list[str]:
+        return [name for name, size in self.growth.items() if size > MAX_GROWTH_BYTES]
 
     @property
-    def address(self) -> WorkerAddress:
-        return WorkerAddress(self.name, self.role, f"127.0.0.1:{self.port}")
-
-    async def start(self) -> None:
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "tests.faults.worker",
-            self.role,
-            str(self.port),
-            stdin=asyncio.subprocess.PIPE,
-        )
-
-    def send(self, number: signal.Signals) -> None:
-        if self._process is not None and self._process.returncode is None:
-            self._process.send_signal(number)
-
-    async def killed(self) -> None:
-        self.send(signal.SIGKILL)
-        if self._process is not None:
-            await self._process.wait()
+    def good(self) -> bool:
+        return not (self.errors or self.wrong or self.late or self.held or self.grown)
 
 
-async def run(plan: Plan) -> Result:
-    chance, result = random.Random(plan.seed), Result()
-    asked = _golden(plan)
-    workers = [WorkerProcess(f"{role}-{number}", role) for number, role in enumerate(ROLES)]
-    try:
-        await asyncio.gather(*(worker.start() for worker in workers))
+Asked = tuple[AnswerRequest, list[int]]
+"""A request and its golden tokens."""
+
+
+class Run:
+    """One run's workers, gateway and what is known of them."""
+
+    def __init__(self, plan: Plan, hosts: list[Host]) -> None:
+        self.plan = plan
+        self.chance = random.Random(plan.seed)
+        self.result = Result()
+        roles: list[Role] = ["context"] * plan.workers + ["generation"] * plan.workers
+        self.places = [
+            Place(f"{role}-{number}", role, plan.pair, host, PORT if host.namespace else _free_port())
+            for number, (role, host) in enumerate(zip(roles, hosts, strict=True))
+        ]
+        self.outages = Outages({place.name: place.role for place in self.places})
+        self.memory = Memory()
         ids = itertools.count()
-        gateway = Gateway(
-            [worker.address for worker in workers],
-            Tokenizer.from_path(resolve_pair("tiny").target_path),
-            GatewaySettings(times=LinkTimes(0.2, 1.0), admission_ttl_s=30.0),
+        self.gateway = Gateway(
+            [place.address for place in self.places],
+            Tokenizer.from_path(resolve_pair(plan.pair).target_path),
+            GatewaySettings(
+                times=LinkTimes(0.2, plan.heartbeat_timeout_s),
+                admission_ttl_s=30.0,
+                local_prefill_tokens=plan.local_prefill_tokens,
+                without_context=plan.without_context,
+            ),
             new_id=lambda: f"chaos-{next(ids)}",
             new_seed=lambda: 1,
         )
+
+    async def play(self, asked: list[Asked]) -> Result:
         try:
-            await gateway.start(120.0)
-            wrecking = asyncio.create_task(_wreck(plan, gateway, workers, chance, result))
-            asking = []
-            for number in range(plan.requests):
-                request, text = asked[number % len(asked)]
-                asking.append(asyncio.create_task(_ask(gateway, request, text, result)))
-                await asyncio.sleep(chance.expovariate(plan.rate))
-            await asyncio.gather(*asking)
-            wrecking.cancel()
-            await asyncio.gather(wrecking, return_exceptions=True)
-            await _mend(workers)
-            result.held = await _held(gateway)
-            result.replays = dict(gateway.figures.replays)
+            await asyncio.gather(*(place.start() for place in self.places))
+            try:
+                await self.gateway.start(180.0)
+                async with asyncio.TaskGroup() as group:
+                    watching = [group.create_task(self._wreck(group)), group.create_task(self._watch())]
+                    await self._ask_all(asked)
+                    for task in watching:
+                        task.cancel()
+                await asyncio.gather(*(place.mend() for place in self.places))
+                self.result.held = await self._held()
+                self._add_up()
+            finally:
+                await self.gateway.stop()
         finally:
-            await gateway.stop()
-    finally:
-        await asyncio.gather(*(worker.killed() for worker in workers))
-    return result
+            await asyncio.gather(*(place.kill() for place in self.places))
+        return self.result
+
+    def link(self, place: Place) -> WorkerLink:
+        return next(link for link in self.gateway.links if link.worker.name == place.name)
+
+    async def _ask_all(self, asked: list[Asked]) -> None:
+        asking = []
+        for number in range(self.plan.requests):
+            request, tokens = asked[number % len(asked)]
+            if number % SHARED_EVERY:  # most share nothing, so that most are shipped
+                request = replace(request, cache_salt=str(number))
+            while self.gateway.num_live >= self.plan.most_live:
+                await asyncio.sleep(0.02)
+            asking.append(asyncio.create_task(self._ask(request, tokens)))
+            await asyncio.sleep(self.chance.expovariate(self.plan.rate))
+        await asyncio.gather(*asking)
+
+    async def _ask(self, request: AnswerRequest, golden: list[int]) -> None:
+        began_s, token_ids, outcome = time.monotonic(), [], "complete"
+        result = self.result
+        try:
+            async for event in self.gateway.generate(request, timeout_s=DEADLINE_S):
+                if isinstance(event, AnswerChunk):
+                    token_ids += event.token_ids
+        except RequestError as error:
+            outcome = error.code
+            said = f"{error.code}: {error.message}"
+            if error.code not in CLEAR:
+                result.wrong.append(said)
+            elif self.outages.nobody_left(began_s, time.monotonic()):
+                result.excused.append(said)
+            else:
+                result.errors.append(said)
+        result.outcomes[outcome] += 1
+        if token_ids != (golden if outcome == "complete" else golden[: len(token_ids)]):
+            result.wrong.append(f"{token_ids} instead of {golden}")
+        took_s = time.monotonic() - began_s
+        result.took_s.append(took_s)
+        if took_s > DEADLINE_S + LATE_S:
+            result.late.append(f"{took_s:.1f} s")
+
+    async def _wreck(self, group: asyncio.TaskGroup) -> None:
+        """One misfortune after the other; some last longer than it takes for the next to come."""
+        deeds: list[Deed] = ["kill", "stop", "drain", *(["cut"] if self.plan.links else [])]  # type: ignore[list-item]
+        while True:
+            await asyncio.sleep(self.plan.every_s)
+            place, deed = self.chance.choice(self.places), self.chance.choice(deeds)
+            up = [p for p in self.places if p.role == place.role and not self.outages.down(p.name)]
+            if place not in up:
+                continue
+            if len(up) == 1 and (deed == "kill" or self.chance.random() >= self.plan.last):
+                continue
+            self.result.deeds[deed] += 1
+            group.create_task(self._do(place, deed))
+
+    async def _do(self, place: Place, deed: Deed) -> None:
+        link = self.link(place)
+        epoch = link.facts.epoch if link.facts is not None else None
+        self.outages.begin(place.name, time.monotonic())
+        lasts_s = self.chance.uniform(*LASTS_S[deed])
+        try:
+            match deed:
+                case "kill":
+                    await place.kill()
+                    await place.start()
+                    while link.facts is None or link.facts.epoch == epoch:
+                        await asyncio.sleep(0.1)
+                case "stop":
+                    place.send(signal.SIGSTOP)
+                    await asyncio.sleep(lasts_s)
+                case "drain":
+                    await self.gateway.drain(place.name, True)
+                    await asyncio.sleep(lasts_s)
+                case "cut":
+                    network.cut(place.host)
+                    await asyncio.sleep(lasts_s)
+        finally:
+            place.send(signal.SIGCONT)
+            if deed == "cut":
+                network.join(place.host)
+        await asyncio.sleep(1.0)  # a heartbeat that was on its way may still fail
+        while not link.trusted or link.draining:
+            if deed == "drain" and link.trusted:
+                await self.gateway.drain(place.name, False)
+            await asyncio.sleep(0.1)
+        self.outages.end(place.name, time.monotonic())
+
+    async def _watch(self) -> None:
+        """Memory, and workers that are thought to be gone."""
+        thought = set()
+        for tick in itertools.count():
+            for place in self.places:
+                serves = not self.outages.down(place.name)
+                if serves and not self.link(place).trusted and place.name not in thought:
+                    thought.add(place.name)
+                    self.result.suspected += 1
+                elif self.link(place).trusted:
+                    thought.discard(place.name)
+            if tick % 10 == 0:
+                now_s = time.monotonic()
+                self.memory.note("gateway", os.getpid(), now_s)
+                for place in self.places:
+                    if not self.outages.down(place.name):  # one that still loads grows
+                        self.memory.note(place.name, place.pid, now_s)
+            await asyncio.sleep(0.1)
+
+    async def _held(self) -> list[str]:
+        """What workers and the gateway hold once everything had its time to end."""
+        until_s = time.monotonic() + QUIET_S
+        while True:
+            await asyncio.sleep(0.5)
+            await self.gateway.refresh()
+            held = [text for link in self.gateway.links for text in _held_by(link)]
+            for name in ("_live", "_retiring", "_tasks"):
+                if kept := getattr(self.gateway, name):
+                    held.append(f"the gateway has {len(kept)} {name[1:]}")
+            if not held or time.monotonic() > until_s:
+                return held
+
+    def _add_up(self) -> None:
+        figures = self.gateway.figures
+        self.result.replays = dict(figures.replays)
+        for (_, path), count in figures.outcomes.items():
+            self.result.paths[path] += count
+        self.result.growth = self.memory.growth(SETTLE_S, LEAST_S)
 
 
-def _golden(plan: Plan) -> list[tuple[AnswerRequest, list[int]]]:
+def golden(plan: Plan) -> list[Asked]:
     """Requests, greedy and seeded, each with what an aggregated engine says to it alone."""
-    models = load_models(WorkerConfig(role="aggregated", pair=PairSpec(name="tiny")))
+    models = load_models(WorkerConfig(role="aggregated", pair=PairSpec(name=plan.pair)))
     tokenizer = Tokenizer.from_path(models.pair.target_path)
     found = []
     for number, prompt in enumerate(builtin_prompts(8)):
         chat = [{"role": "user", "content": prompt.text}]
-        token_ids = tuple(tokenizer.apply_chat_template(chat)[-250:])
-        temperature = 1.0 if number % 2 else 0.0
+        limit = PROMPT_TOKENS[number % len(PROMPT_TOKENS)]
+        token_ids = tuple(tokenizer.apply_chat_template(chat)[-limit:])
+        temperature = 1.0 if number // 4 % 2 else 0.0
         sampling = SamplingParams(
             max_tokens=plan.max_tokens, ignore_eos=True, temperature=temperature, seed=number
         )
@@ -158,83 +315,12 @@ def _golden(plan: Plan) -> list[tuple[AnswerRequest, list[int]]]:
     return found
 
 
-async def _ask(gateway: Gateway, request: AnswerRequest, golden: list[int], result: Result) -> None:
-    began_s, token_ids, outcome = time.monotonic(), [], "complete"
-    try:
-        async for event in gateway.generate(request, timeout_s=DEADLINE_S):
-            if isinstance(event, AnswerChunk):
-                token_ids += event.token_ids
-    except RequestError as error:
-        outcome = error.code
-        (result.errors if error.code in CLEAR else result.wrong).append(f"{error.code}: {error.message}")
-    result.outcomes[outcome] += 1
-    if token_ids != (golden if outcome == "complete" else golden[: len(token_ids)]):
-        result.wrong.append(f"{token_ids} instead of {golden}")
-    if time.monotonic() - began_s > DEADLINE_S + 5.0:
-        result.late.append(f"{time.monotonic() - began_s:.1f} s")
-
-
-async def _wreck(
-    plan: Plan, gateway: Gateway, workers: list[WorkerProcess], chance: random.Random, result: Result
-) -> None:
-    """One misfortune after the other, never to the last worker of a role."""
-    while True:
-        await asyncio.sleep(plan.every_s)
-        worker, deed = chance.choice(workers), chance.choice(["kill", "stop", "drain"])
-        link = next(link for link in gateway.links if link.worker.name == worker.name)
-        ready = [other for other in gateway.links if other.trusted and other.worker.role == worker.role]
-        if link not in ready or len(ready) < 2:
-            continue  # one of them is still coming back
-        result.deeds[deed] += 1
-        match deed:
-            case "kill":
-                await worker.killed()
-                await worker.start()
-            case "stop":
-                worker.send(signal.SIGSTOP)
-                try:
-                    await asyncio.sleep(STOPPED_S)
-                finally:
-                    worker.send(signal.SIGCONT)
-            case _:
-                await gateway.drain(worker.name, True)
-                try:
-                    await asyncio.sleep(DRAINED_S)
-                finally:
-                    await gateway.drain(worker.name, False)
-
-
-async def _mend(workers: list[WorkerProcess]) -> None:
-    for worker in workers:
-        worker.send(signal.SIGCONT)
-        if worker._process is None or worker._process.returncode is not None:
-            await worker.start()
-
-
-async def _held(gateway: Gateway) -> list[str]:
-    """What workers hold once everything had its time to end."""
-    until_s = time.monotonic() + QUIET_S
-    while True:
-        await asyncio.sleep(0.5)
-        await gateway.refresh()
-        held = []
-        for link in gateway.links:
-            stats = link.stats
-            if link.state is not LinkState.READY or stats is None:
-                held.append(f"{link.worker.name} is {link.state.value}: {link.trouble}")
-                continue
-            for figure in (
-                "running",
-                "waiting",
-                "slots_in_use",
-                "target_pages_in_use",
-                "leases",
-                "transfers",
-            ):
-                if getattr(stats, figure):
-                    held.append(f"{link.worker.name} has {figure} {getattr(stats, figure)}")
-        if not held or time.monotonic() > until_s:
-            return held
+def _held_by(link: WorkerLink) -> list[str]:
+    name, stats = link.worker.name, link.stats
+    if link.state is not LinkState.READY or stats is None:
+        return [f"{name} is {link.state.value}: {link.trouble}"]
+    held = [f"{name} has {figure} {getattr(stats, figure)}" for figure in FIGURES if getattr(stats, figure)]
+    return [*held, *([f"the gateway keeps {len(link.live)} requests on {name}"] if link.live else [])]
 
 
 def _free_port() -> int:
@@ -243,18 +329,49 @@ def _free_port() -> int:
         return port
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+def _parsed() -> Plan:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, value in vars(Plan()).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
-    began_s = time.monotonic()
-    result = asyncio.run(run(Plan(**vars(parser.parse_args()))))
-    print(f"ended     {dict(result.outcomes)} in {time.monotonic() - began_s:.0f} s")
-    print(f"done      {dict(result.deeds)}")
+        option = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            parser.add_argument(option, action=argparse.BooleanOptionalAction, default=value)
+        else:
+            parser.add_argument(option, type=type(value), default=value)
+    return Plan(**vars(parser.parse_args()))
+
+
+def _report(result: Result, wall_s: float) -> None:
+    took_s = sorted(result.took_s)
+    print(f"ended     {dict(result.outcomes)} in {wall_s:.0f} s")
+    print(f"took      p50 {took_s[len(took_s) // 2]:.1f} s, p99 {took_s[len(took_s) * 99 // 100]:.1f} s")
+    print(f"deeds     {dict(result.deeds)}; workers wrongly suspected {result.suspected}")
     print(f"run again {result.replays}")
-    for name in ("errors", "wrong", "late", "held"):
+    print(f"paths     {dict(result.paths)}")
+    print(f"excused   {len(result.excused)}: {dict(Counter(result.excused).most_common(5))}")
+    print(f"growth    { {name: f'{size / 2**20:+.1f} MiB' for name, size in result.growth.items()} }")
+    for name in ("errors", "wrong", "late", "held", "grown"):
         for line in getattr(result, name):
             print(f"{name.upper():9} {line}")
+
+
+def main() -> int:
+    plan, began_s = _parsed(), time.monotonic()
+    with ExitStack() as stack:
+        hosts = [Host()] * (2 * plan.workers)
+        if plan.links:
+            try:
+                hosts = stack.enter_context(network.hosts(2 * plan.workers))
+            except network.NotPermitted as error:
+                print(f"cannot cut links: {error}; --no-links runs without", file=sys.stderr)
+                return 2
+
+        async def play() -> Result:
+            return await Run(plan, hosts).play(golden(plan))
+
+        result = asyncio.run(play())
+    _report(result, time.monotonic() - began_s)
     return 0 if result.good else 1
 
 

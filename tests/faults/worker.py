@@ -1,4 +1,4 @@
-"""One worker in a process of its own, on a port of its own: `python -m tests.faults.worker ROLE PORT`.
+"""One worker in a process of its own: `python -m tests.faults.worker ROLE ADDRESS PAIR`.
 
 It ends with its parent: standard input is read until it closes.
 """
@@ -10,18 +10,19 @@ import sys
 
 from cluster.config import limit_threads
 
+# Few enough for answers to take pages from each other.
 PAGES = 49
 MAX_SEQ_LEN = 384
 
 
-async def serve(role: str, port: int) -> None:
+async def serve(role: str, address: str, pair: str) -> None:
     from cluster.worker_server import WorkerServer
     from workers.config import FixedPages, PairSpec, WorkerConfig
     from workers.host import EngineHost
 
     config = WorkerConfig(
         role=role,  # type: ignore[arg-type]
-        pair=PairSpec(name="tiny"),
+        pair=PairSpec(name=pair),
         kv=FixedPages(num_target_pages=PAGES),
         max_batch=6,
         max_seq_len=MAX_SEQ_LEN,
@@ -29,11 +30,12 @@ async def serve(role: str, port: int) -> None:
         admission="grow",
     )
     server = WorkerServer(await asyncio.to_thread(EngineHost.load, config))
-    await server.start("127.0.0.1", port)
+    ip, _, port = address.rpartition(":")
+    await server.start(ip, int(port))
     await asyncio.to_thread(sys.stdin.read)
     await server.stop()
 
 
 if __name__ == "__main__":
     limit_threads(1)
-    asyncio.run(serve(sys.argv[1], int(sys.argv[2])))
+    asyncio.run(serve(*sys.argv[1:]))

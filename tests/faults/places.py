@@ -1,0 +1,127 @@
+"""Where workers of a fault run live: a place keeps name, address and link, processes in it come and go.
+
+And what is known of a run from outside its workers: who was down when, and how much memory everyone took.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from dataclasses import dataclass, field
+
+from cluster.link import WorkerAddress
+from tests.cluster.ray_head import Host
+from tests.faults import network
+from workers.request import Role
+
+
+class Place:
+    """A worker's place: its name and port outlive its incarnations."""
+
+    def __init__(self, name: str, role: Role, pair: str, host: Host, port: int) -> None:
+        self.name, self.role, self.host = name, role, host
+        self.address = WorkerAddress(name, role, f"{host.ip}:{port}")
+        self._pair = pair
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that lives here, None when there is none."""
+        process = self._process
+        return process.pid if process is not None and process.returncode is None else None
+
+    async def start(self) -> None:
+        command = (sys.executable, "-m", "tests.faults.worker", self.role, self.address.address, self._pair)
+        # All namespaces share one kernel, where UCX would find shared memory. Hosts of a cluster have none.
+        apart = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "eth0"} if self.host.namespace else {}
+        self._process = await asyncio.create_subprocess_exec(
+            *self.host.command(*command), stdin=asyncio.subprocess.PIPE, env={**os.environ, **apart}
+        )
+
+    def send(self, number: signal.Signals) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(number)
+
+    async def kill(self) -> None:
+        self.send(signal.SIGKILL)
+        if self._process is not None:
+            await self._process.wait()
+
+    async def mend(self) -> None:
+        """Whatever was done to it is undone."""
+        if self.host.namespace:
+            network.join(self.host)
+        self.send(signal.SIGCONT)
+        if self.pid is None:
+            await self.start()
+
+
+@dataclass
+class Outages:
+    """When each worker was kept from serving. Times on any one clock; an outage that goes on has no end."""
+
+    roles: dict[str, Role]
+    spans: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+
+    def begin(self, name: str, now_s: float) -> None:
+        self.spans.setdefault(name, []).append((now_s, float("inf")))
+
+    def end(self, name: str, now_s: float) -> None:
+        began_s, _ = self.spans[name][-1]
+        self.spans[name][-1] = (began_s, now_s)
+
+    def down(self, name: str) -> bool:
+        return bool(self.spans.get(name)) and self.spans[name][-1][1] == float("inf")
+
+    def nobody_left(self, began_s: float, ended_s: float) -> bool:
+        """Whether at some moment of this time all workers of one role were down."""
+        for role in set(self.roles.values()):
+            names = [name for name, its in self.roles.items() if its == role]
+            # All are down at some moment if they are when one of them, or the time, begins.
+            moments = [began_s, *(start for name in names for start, _ in self.spans.get(name, []))]
+            for moment in moments:
+                if began_s <= moment <= ended_s and all(self._down_at(name, moment) for name in names):
+                    return True
+        return False
+
+    def _down_at(self, name: str, moment_s: float) -> bool:
+        return any(start <= moment_s <= end for start, end in self.spans.get(name, []))
+
+
+def resident_bytes(pid: int) -> int:
+    """Resident memory of a process; 0 when it is gone."""
+    try:
+        with open(f"/proc/{pid}/statm") as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+@dataclass
+class Memory:
+    """Resident memory of processes over time: (second, bytes) by process id."""
+
+    names: dict[int, str] = field(default_factory=dict)
+    samples: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
+
+    def note(self, name: str, pid: int | None, now_s: float) -> None:
+        if pid is not None and (size := resident_bytes(pid)):
+            self.names[pid] = name
+            self.samples.setdefault(pid, []).append((now_s, size))
+
+    def growth(self, settle_s: float, least_s: float) -> dict[str, float]:
+        """Bytes by which a process grew, per process that lived long enough, its first `settle_s` left out.
+
+        The difference of the medians of the first and the last quarter of the rest.
+        """
+        grown = {}
+        for pid, samples in self.samples.items():
+            settled = [size for at_s, size in samples if at_s >= samples[0][0] + settle_s]
+            if samples[-1][0] - samples[0][0] - settle_s < least_s or len(settled) < 8:
+                continue
+            quarter = len(settled) // 4
+            first, last = sorted(settled[:quarter]), sorted(settled[-quarter:])
+            grown[f"{self.names[pid]} ({pid})"] = float(last[quarter // 2] - first[quarter // 2])
+        return grown
