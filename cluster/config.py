@@ -60,6 +60,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     of its own follows. A worker that dies, or says nothing for `silence_limit_s`, is replaced (`replace_workers`). On a
     Ray that was joined, `keep_workers` lets workers outlive their supervisor, named in `ray_namespace`.
     `admission` "grow" lets generation workers take in more requests than their pools could finish at once.
+    A request whose worker fails waits at most `replay_wait_s` for another, `max_replays` times in all.
     `local_prefill_tokens` is how much of a prompt a generation worker may compute itself instead of having it shipped;
     `without_context` "local" lets it compute any prompt while there is no context worker.
     `otel_endpoint` is the OTLP collector (http://HOST:4317) that traces go to; it needs the extra `otel`.
@@ -103,6 +104,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     without_context: WithoutContext = "refuse"
     max_live_requests: int = 1024
     max_replays: int = 3
+    replay_wait_s: float = 10.0
     admission_ttl_s: float = 120.0
     heartbeat_interval_s: float = 1.0
     heartbeat_timeout_s: float = 10.0
@@ -144,7 +146,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         ):
             if not getattr(self, field) > 0:
                 raise ValueError(f"{field} must be positive, got {getattr(self, field)}")
-        for field in ("min_al", "max_replays", "local_prefill_tokens"):
+        for field in ("min_al", "max_replays", "replay_wait_s", "local_prefill_tokens"):
             if getattr(self, field) < 0:
                 raise ValueError(f"{field} must not be negative, got {getattr(self, field)}")
         if bool(self.tls_cert_file) != bool(self.tls_key_file):

@@ -80,6 +80,7 @@ LAST_FIGURES_WAIT_S = 2.0
 CANCEL_TIMEOUT_S = 5.0
 STOP_WAIT_S = 1.0
 RETRY_AFTER_S = 1.0
+REPLAY_POLL_S = 0.1
 MIN_ALARM_STEPS = 50  # fewer decode steps say little of a mean
 
 
@@ -90,9 +91,9 @@ class GatewaySettings:
     A decoding worker that runs requests and makes no progress for `stall_limit_s` makes the gateway unready. One whose
     acceptance length over `al_window_s` falls under `min_al` raises the alarm. An answer is good when its first token
     came within `slo_ttft_s` and the others took at most `slo_itl_s` each. A request whose workers fail runs again on
-    others, at most `max_replays` times. A generation worker computes a prompt itself when at most
-    `local_prefill_tokens` of it are not in its prefix cache, and any prompt when there is no context worker and
-    `without_context` is "local"; otherwise such requests are refused.
+    others, at most `max_replays` times, and waits for one at most `replay_wait_s` each time. A generation worker
+    computes a prompt itself when at most `local_prefill_tokens` of it are not in its prefix cache, and any prompt when
+    there is no context worker and `without_context` is "local"; otherwise such requests are refused.
     """
 
     route: Route = "split"
@@ -101,6 +102,7 @@ class GatewaySettings:
     max_live_requests: int = 1024
     admission_ttl_s: float = 120.0
     max_replays: int = 3
+    replay_wait_s: float = 0.0
     stall_limit_s: float = 30.0
     min_al: float = 0.0
     al_window_s: float = 60.0
@@ -482,9 +484,9 @@ class Gateway:
             try:
                 links = self._choose(asked.route, errand, held, "refuse" if held is not None else None)
             except NoWorkerReady:
-                if held is None:
+                if held is None and not run.again:
                     raise
-                held, links = None, self._choose(asked.route, errand)
+                held, links = None, await self._choose_in_time(asked, errand, run.again)
             decoding, *contexts = links
             live.record.workers = tuple(link.worker.name for link in links)
             live.record.path = asked.route if asked.route == "aggregated" else "shipped"
@@ -553,6 +555,20 @@ class Gateway:
                 either = called is None or isinstance(error, TransferBroke)
                 blamed = live.record.workers if either or called is None else (called.worker.name,)
                 live.fail(from_worker(error, live.client_id), *blamed)
+
+    async def _choose_in_time(self, asked: _Asked, errand: Errand, again: bool) -> list[WorkerLink]:
+        """A route for what has begun already: whoever reads it cannot ask for its rest, so it waits for a worker."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + min(
+            self.settings.replay_wait_s if again else 0.0, self._ttl_s(asked.deadline_s)
+        )
+        while True:
+            try:
+                return self._choose(asked.route, errand)
+            except NoWorkerReady:
+                if loop.time() >= until_s:
+                    raise
+            await asyncio.sleep(REPLAY_POLL_S)
 
     def _local_prefill_tokens(
         self, num_prompt_tokens: int, contexts: list[WorkerLink], held: HeldPrompt | None

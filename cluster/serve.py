@@ -50,6 +50,7 @@ def make_gateway(config: ClusterConfig, workers: Sequence[WorkerAddress], tokeni
         max_live_requests=config.max_live_requests,
         admission_ttl_s=config.admission_ttl_s,
         max_replays=config.max_replays,
+        replay_wait_s=config.replay_wait_s,
         stall_limit_s=config.stall_limit_s,
         min_al=config.min_al,
         al_window_s=config.al_window_s,

@@ -21,6 +21,7 @@ from cluster.errors import (
 )
 from cluster.metrics import Metrics
 from cluster.replay import Runs, total
+from cluster.worker_server import WorkerServer
 from kvmanager.ids import RequestId
 from tests.cluster.conftest import FakeCluster, Peers, StartCluster
 from tests.cluster.fake_worker import FakeHost, continuation
@@ -363,3 +364,41 @@ async def until(found: Callable[[], Any]) -> Any:
     while not (value := found()):
         await asyncio.sleep(0.002)
     return value
+
+
+async def restart(cluster: FakeCluster, name: str) -> FakeHost:
+    """The worker dies and another incarnation takes its address."""
+    [address] = [link.worker.address for link in cluster.gateway.links if link.worker.name == name]
+    old = cluster.hosts[name]
+    await cluster.servers[name].stop()
+    await asyncio.sleep(0.2)  # long enough for its requests to find nobody
+    host = FakeHost(old.role, old.peers, continues=True, tokens_per_step=3)
+    cluster.servers[name] = WorkerServer(host)
+    await cluster.servers[name].start("127.0.0.1", int(address.rpartition(":")[2]))
+    return host
+
+
+@pytest.mark.parametrize("lost", ["context-0", "generation-1"])
+async def test_an_answer_waits_for_the_only_worker_to_come_back(
+    start_cluster: StartCluster, lost: str
+) -> None:
+    cluster = await start_cluster(*hosts("context", "generation"), replay_wait_s=10.0)
+    cluster.hosts[lost].hold.set()
+    asked = asyncio.create_task(whole(cluster, max_tokens=20))
+    while not cluster.hosts[lost].seen:
+        await asyncio.sleep(0.005)
+    host = await restart(cluster, lost)
+    assert (await asked)[0] == answer(20)
+    assert host.seen
+    await cluster.servers[lost].stop()
+
+
+async def test_but_it_does_not_wait_for_ever(start_cluster: StartCluster) -> None:
+    cluster = await start_cluster(*hosts("context", "generation"), replay_wait_s=0.3)
+    cluster.hosts["generation-1"].hold.set()
+    asked = asyncio.create_task(whole(cluster, max_tokens=20))
+    while not cluster.hosts["generation-1"].jobs:
+        await asyncio.sleep(0.005)
+    await cluster.servers["generation-1"].stop()
+    with pytest.raises(RequestError, match=r"run again once.*no generation worker"):
+        await asked

@@ -34,6 +34,7 @@ from cluster.prompt_sets import builtin_prompts
 from cluster.routing import WithoutContext
 from tests.cluster.ray_head import Host
 from tests.faults import network
+from tests.faults.memory import Line
 from tests.faults.places import Memory, Outages, Place
 from tests.workers.split_pair import run_aggregated
 from workers.assembly import load_models
@@ -50,9 +51,9 @@ SHARED_EVERY = 5
 DEADLINE_S = 60.0
 LATE_S = 5.0
 QUIET_S = 60.0  # leases, deadlines and restarts are over by then
-SETTLE_S = 30.0  # a process has its caches and arenas by then
-LEAST_S = 60.0
-MAX_GROWTH_BYTES = 16 * 2**20
+SETTLE_S = 15.0  # a process has its caches and arenas by then
+LEAST_REQUESTS = 150
+TOLERATED_BYTES = 8 * 2**20
 CLEAR = frozenset({"UNAVAILABLE", "RESOURCE_EXHAUSTED"})
 FIGURES = (
     "running",
@@ -86,6 +87,7 @@ class Plan:
     max_tokens: int = 60
     local_prefill_tokens: int = 32
     without_context: WithoutContext = "refuse"
+    replay_wait_s: float = 10.0
     heartbeat_timeout_s: float = 2.0
 
 
@@ -99,7 +101,7 @@ class Result:
     paths: Counter[str] = field(default_factory=Counter)
     suspected: int = 0  # workers that served and were thought not to
     took_s: list[float] = field(default_factory=list)
-    growth: dict[str, float] = field(default_factory=dict)
+    memory: dict[str, Line] = field(default_factory=dict)
     excused: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
@@ -108,7 +110,7 @@ class Result:
 
     @property
     def grown(self) -> list[str]:
-        return [name for name, size in self.growth.items() if size > MAX_GROWTH_BYTES]
+        return [f"{name}: {line}" for name, line in self.memory.items() if line.grows(TOLERATED_BYTES)]
 
     @property
     def good(self) -> bool:
@@ -142,6 +144,7 @@ class Run:
                 admission_ttl_s=30.0,
                 local_prefill_tokens=plan.local_prefill_tokens,
                 without_context=plan.without_context,
+                replay_wait_s=plan.replay_wait_s,
             ),
             new_id=lambda: f"chaos-{next(ids)}",
             new_seed=lambda: 1,
@@ -263,11 +266,11 @@ class Run:
                 elif self.link(place).trusted:
                     thought.discard(place.name)
             if tick % 10 == 0:
-                now_s = time.monotonic()
-                self.memory.note("gateway", os.getpid(), now_s)
+                now_s, ended = time.monotonic(), len(self.result.took_s)
+                self.memory.note("gateway", os.getpid(), now_s, ended)
                 for place in self.places:
                     if not self.outages.down(place.name):  # one that still loads grows
-                        self.memory.note(place.name, place.pid, now_s)
+                        self.memory.note(place.name, place.pid, now_s, ended)
             await asyncio.sleep(0.1)
 
     async def _held(self) -> list[str]:
@@ -288,7 +291,7 @@ class Run:
         self.result.replays = dict(figures.replays)
         for (_, path), count in figures.outcomes.items():
             self.result.paths[path] += count
-        self.result.growth = self.memory.growth(SETTLE_S, LEAST_S)
+        self.result.memory = self.memory.lines(SETTLE_S, LEAST_REQUESTS)
 
 
 def golden(plan: Plan) -> list[Asked]:
@@ -350,7 +353,8 @@ def _report(result: Result, wall_s: float) -> None:
     print(f"run again {result.replays}")
     print(f"paths     {dict(result.paths)}")
     print(f"excused   {len(result.excused)}: {dict(Counter(result.excused).most_common(5))}")
-    print(f"growth    { {name: f'{size / 2**20:+.1f} MiB' for name, size in result.growth.items()} }")
+    for name, line in result.memory.items():
+        print(f"memory    {name}: {line}")
     for name in ("errors", "wrong", "late", "held", "grown"):
         for line in getattr(result, name):
             print(f"{name.upper():9} {line}")

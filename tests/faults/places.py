@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from cluster.link import WorkerAddress
 from tests.cluster.ray_head import Host
 from tests.faults import network
+from tests.faults.memory import Line, fit
 from workers.request import Role
 
 
@@ -101,27 +102,21 @@ def resident_bytes(pid: int) -> int:
 
 @dataclass
 class Memory:
-    """Resident memory of processes over time: (second, bytes) by process id."""
+    """Resident memory of processes by process id: (second, requests ended by then, bytes)."""
 
     names: dict[int, str] = field(default_factory=dict)
-    samples: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
+    samples: dict[int, list[tuple[float, int, int]]] = field(default_factory=dict)
 
-    def note(self, name: str, pid: int | None, now_s: float) -> None:
+    def note(self, name: str, pid: int | None, now_s: float, requests: int) -> None:
         if pid is not None and (size := resident_bytes(pid)):
             self.names[pid] = name
-            self.samples.setdefault(pid, []).append((now_s, size))
+            self.samples.setdefault(pid, []).append((now_s, requests, size))
 
-    def growth(self, settle_s: float, least_s: float) -> dict[str, float]:
-        """Bytes by which a process grew, per process that lived long enough, its first `settle_s` left out.
-
-        The difference of the medians of the first and the last quarter of the rest.
-        """
-        grown = {}
+    def lines(self, settle_s: float, least: int) -> dict[str, Line]:
+        """How memory went with requests, for each process that saw so many of them after its first `settle_s`."""
+        found = {}
         for pid, samples in self.samples.items():
-            settled = [size for at_s, size in samples if at_s >= samples[0][0] + settle_s]
-            if samples[-1][0] - samples[0][0] - settle_s < least_s or len(settled) < 8:
-                continue
-            quarter = len(settled) // 4
-            first, last = sorted(settled[:quarter]), sorted(settled[-quarter:])
-            grown[f"{self.names[pid]} ({pid})"] = float(last[quarter // 2] - first[quarter // 2])
-        return grown
+            settled = [(done, size) for at_s, done, size in samples if at_s >= samples[0][0] + settle_s]
+            if len(settled) > 2 and settled[-1][0] - settled[0][0] >= least:
+                found[f"{self.names[pid]} ({pid})"] = fit(settled)
+        return found
