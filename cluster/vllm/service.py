@@ -240,6 +240,7 @@ class DecodingService(EngineService):
             timeout_s = context.time_remaining()
             events = merged([self._gateway.generate(one, timeout_s=timeout_s, held=held) for one in asked])
             answers = [Answer(one, index, request.stream) for index, one in enumerate(asked)]
+            whole: dict[int, Any] = {}
             async with contextlib.aclosing(events):
                 async for index, event in events:
                     landed = True
@@ -247,8 +248,12 @@ class DecodingService(EngineService):
                         message = answers[index].chunk(event)
                         if message is not None:
                             yield message
-                    else:
+                    elif request.stream:
                         yield answers[index].end(event)
+                    else:
+                        whole[index] = answers[index].end(event)
+            for index in sorted(whole):  # smg numbers whole answers as they come
+                yield whole[index]
         except RequestError as error:
             failure = to_status(renamed(error))
         except Exception as error:

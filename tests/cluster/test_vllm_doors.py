@@ -193,6 +193,17 @@ async def test_several_choices_differ_in_their_index_and_seed(doors: Doors) -> N
     assert {m.chunk.index for m in messages if m.HasField("chunk")} == {0, 1, 2}
 
 
+async def test_whole_choices_come_in_their_order_however_they_end(doors: Doors) -> None:
+    """smg numbers them as they come."""
+    doors.generation_host.hold.set()
+    leg = asyncio.create_task(doors.answer(ask(n=3, seed=4, name="three")))
+    await eventually(lambda: len(doors.generation_host.jobs) == 3)
+    last, *_ = doors.generation_host.jobs  # that of the first choice
+    doors.generation_host.jobs[last] = doors.generation_host.jobs.pop(last)
+    doors.generation_host.hold.clear()
+    assert [message.complete.index for message in await leg] == [0, 1, 2]
+
+
 async def test_stops_are_told_by_what_matched(doors: Doors) -> None:
     by_text = (await doors.both(ask(stop=["ca"])))[-1].complete
     assert (by_text.finish_reason, by_text.matched_stop_str) == ("stop", "ca")
