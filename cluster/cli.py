@@ -148,10 +148,11 @@ def readable(error: Exception) -> str | None:
 @click.option("--tls-cert-file", help="PEM certificate of the gRPC and OpenAI doors.")
 @click.option("--tls-key-file", help="Its PEM key.")
 @click.option("--tls-client-ca-file", help="Clients must show a certificate of this PEM authority.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Where workers compute.")
 @click.option("--dtype", type=click.Choice(["float32", "float64", "bfloat16", "float16"]))
 @click.option("--max-batch", type=int, help="Requests that a worker runs at once.")
 @click.option("--max-seq-len", type=int, help="Prompt and output together, in tokens.")
-@click.option("--chunk-tokens", type=int, help="Prompt tokens per prefill step.")
+@click.option("--chunk-tokens", type=int, help="Prompt tokens per prefill step: 256, or 8192 on a GPU.")
 @click.option("--kv-pages", "num_kv_pages", type=int, help="Pages in each worker's target pool.")
 @click.option("--memory-fraction", type=float, help="Share of free memory for both pools.")
 @click.option(

@@ -34,12 +34,15 @@ from workers.config import (
     PairSpec,
     WorkerConfig,
 )
+from workers.device_name import DeviceName
 from workers.request import Role
 
 Mode = Literal["split", "aggregated"]
 RayAuthMode = Literal["disabled", "token"]
 
 DEFAULT_LISTEN = "127.0.0.1:50051"
+_CHUNK_TOKENS = 256
+_CHUNK_TOKENS_ON_GPU = 8192  # enough rows for matrix products at full speed
 
 
 class ConfigError(Exception):
@@ -59,6 +62,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     `registry` is where further gateways learn of the workers, and `attach` the registry that a gateway without workers
     of its own follows. A worker that dies, or says nothing for `silence_limit_s`, is replaced (`replace_workers`). On a
     Ray that was joined, `keep_workers` lets workers outlive their supervisor, named in `ray_namespace`.
+    `device` "auto" gives each worker a GPU when Ray has enough of them; `chunk_tokens` None follows from the device.
     `admission` "grow" lets generation workers take in more requests than their pools could finish at once.
     A request whose worker fails waits at most `replay_wait_s` for another, `max_replays` times in all.
     `local_prefill_tokens` is how much of a prompt a generation worker may compute itself instead of having it shipped;
@@ -84,6 +88,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     generation_workers: int | None = None
     aggregated_workers: int | None = None
 
+    device: DeviceName = "auto"
     dtype: DtypeName = "float32"
     page_size: int = 16
     num_kv_pages: int | None = None
@@ -95,7 +100,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     admission: Admission = "full"
     max_batch: int = 8
     max_seq_len: int = 2048
-    chunk_tokens: int = 256
+    chunk_tokens: int | None = None
     drafting: bool = True
     draft_tokens: DraftPolicy | int = "adaptive"
     num_threads: int | None = None
@@ -174,8 +179,23 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         }
         return tuple(role for role, count in counts.items() for _ in range(count))
 
-    def worker_config(self, role: Role) -> WorkerConfig:
-        """What a worker of this role is told."""
+    def gpus_per_worker(self, total_gpus: float) -> float:
+        """What each worker asks Ray for, of the GPUs that Ray has: what `placement` reserves, or one, or none."""
+        if self.device == "cpu":
+            return 0.0
+        if self.placement.by_label:
+            return self.placement.gpus
+        enough = total_gpus >= len(self.worker_roles())
+        return 1.0 if self.device == "cuda" or enough else 0.0
+
+    def worker_config(self, role: Role, gpus: float = 0.0) -> WorkerConfig:
+        """What a worker of this role is told that was given `gpus`: to use one, unless another device is asked for."""
+        device = self.device
+        if device == "auto":
+            device = "cuda" if gpus else "cpu"
+        chunk_tokens = self.chunk_tokens
+        if chunk_tokens is None:
+            chunk_tokens = _CHUNK_TOKENS_ON_GPU if device == "cuda" else _CHUNK_TOKENS
         num_threads = self.num_threads
         if num_threads is None and self.placement.by_label:  # other machines, whose cores are not this one's
             num_threads = max(1, int(self.placement.cpus))
@@ -184,6 +204,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return WorkerConfig(
             role=role,
             pair=PairSpec(name=self.pair),
+            device=device,
             dtype=self.dtype,
             page_size=self.page_size,
             kv=self._kv_budget(),
@@ -194,7 +215,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             admission=self.admission,
             max_batch=self.max_batch,
             max_seq_len=self.max_seq_len,
-            chunk_tokens=self.chunk_tokens,
+            chunk_tokens=chunk_tokens,
             drafting=self.drafting,
             draft_tokens=self.draft_tokens,
             num_threads=num_threads,

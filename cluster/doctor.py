@@ -208,9 +208,10 @@ def _flashinfer() -> list[Finding]:
     version = _version("flashinfer-python") or _version("flashinfer")
     if version is not None:
         return [Finding("flashinfer", "ok", f"flashinfer {version}")]
-    return [
-        Finding("flashinfer", "ok", "not installed; attention uses the torch backend, which CPUs need anyway")
-    ]
+    if any(finding.name == "gpu" and finding.level == "ok" for finding in _torch()):
+        detail = "not installed: workers on a GPU compute in float32 only, slowly"
+        return [Finding("flashinfer", "warn", detail, "pip install 'slipstream-serve[gpu]'")]
+    return [Finding("flashinfer", "ok", "not installed, and not needed: there is no GPU to use it on")]
 
 
 def _pair(pair: str) -> list[Finding]:

@@ -87,6 +87,7 @@ class Fleet:
     ) -> None:
         self.roles = worker_names(config)
         self._ray = ray
+        self._gpus = config.gpus_per_worker(ray.cluster_resources().get("GPU", 0.0))
         self._config = config
         self._host_factory = host_factory
         self._node_ip = node_ip
@@ -106,7 +107,12 @@ class Fleet:
 
         Raises StartFailed, or the WorkerRefused of a worker that may not start.
         """
-        options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
+        options: dict[str, Any] = {
+            "num_cpus": 0,
+            "num_gpus": self._gpus,
+            "max_restarts": 0,
+            "max_task_retries": 0,
+        }
         placement, placement_name = None, ""
         try:
             if self._by_label:
@@ -244,7 +250,7 @@ class Fleet:
 
         return {
             "num_cpus": self._config.placement.cpus,
-            "num_gpus": self._config.placement.gpus,
+            "num_gpus": self._gpus,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(placement, 0),
         }
 
@@ -293,7 +299,7 @@ class Fleet:
             await asyncio.sleep(_STAGE_INTERVAL_S)
 
     def _packed(self, role: Role) -> bytes:
-        return msgspec.msgpack.encode(self._config.worker_config(role))
+        return msgspec.msgpack.encode(self._config.worker_config(role, self._gpus))
 
     def _kill(self, process: _Process) -> None:
         with contextlib.suppress(Exception):  # Ray raises its own kinds for an actor that is gone already

@@ -23,6 +23,7 @@ from drafter.config import DrafterConfig, check_tap
 from drafter.dflash import BlockDrafter, DraftLayerWeights, DraftWeights
 from drafter.dspark import ConfidenceHead, DSparkHead, GatedMarkov, Markov, RnnMarkov, VanillaMarkov
 from drafter.errors import DrafterCheckpointError, DrafterMismatch
+from drafter.layers import TORCH_OPS, LayerOps
 from drafter.linear import Linear
 from drafter.proposal import DraftHead, IndependentHead
 
@@ -48,8 +49,10 @@ class TargetFacts:
     lm_head: Linear | None = None
 
 
-def load_drafter(path: Path, target: TargetFacts) -> BlockDrafter:
+def load_drafter(path: Path, target: TargetFacts, ops: LayerOps = TORCH_OPS) -> BlockDrafter:
     """Load a DFlash drafter for `target`, in the dtype and on the device of the target's embedding.
+
+    `ops`: how that device computes what lies between matrix products.
 
     Raises DrafterConfigError (a field of config.json), DrafterMismatch (drafter and target disagree) or
     DrafterCheckpointError (files or tensors).
@@ -63,7 +66,7 @@ def load_drafter(path: Path, target: TargetFacts) -> BlockDrafter:
     placed = {name: tensor.to(device, dtype) for name, tensor in tensors.items() if name not in _MAPS}
     if token_ids is not None:
         token_ids = token_ids.to(device)
-    return BlockDrafter(config, _assemble(config, placed, target, token_ids), _head(config, placed))
+    return BlockDrafter(config, _assemble(config, placed, target, token_ids), _head(config, placed), ops)
 
 
 def save_drafter(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

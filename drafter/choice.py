@@ -19,11 +19,14 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 _LOOKS = (512, 8192)  # how many best candidates a filter looks at before it sorts the whole vocabulary
 _ELEMENTS_AT_ONCE = 1 << 16  # noise computed at a time: its temporaries fit a core's cache
+_ELEMENTS_AT_ONCE_ELSEWHERE = 1 << 25  # on devices, where fewer and larger kernels are better
 _MASK_64 = (1 << 64) - 1
 
 
@@ -108,7 +111,8 @@ def _kept(scores_NV: Tensor, best_NC: Tensor, top_k: int, top_p: float) -> Tenso
 def _noisy_argmax(scores_NC: Tensor, token_ids: Tensor, keys_N2: Tensor) -> Tensor:
     """Token ids [N] with the highest score + noise; a few rows at a time, so that temporaries stay in the cache."""
     num_rows, num_candidates = scores_NC.shape
-    stride = max(_ELEMENTS_AT_ONCE // num_candidates, 1)
+    on_cpu = scores_NC.device.type == "cpu"
+    stride = max((_ELEMENTS_AT_ONCE if on_cpu else _ELEMENTS_AT_ONCE_ELSEWHERE) // num_candidates, 1)
     chosen = []
     for start in range(0, num_rows, stride):
         rows = slice(start, start + stride)
@@ -161,6 +165,115 @@ def _splitmix(value: int) -> int:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK_64
     return value ^ (value >> 31)
+
+
+@dataclass(frozen=True, slots=True)
+class RuleRows:
+    """Rules and noise keys of N rows as tensors on a device, for choosing without a word to the host.
+
+    `any_noise`: some row is neither greedy nor filtered. `any_filter`: some row has top-k or top-p.
+    """
+
+    temperature_N: Tensor  # float32
+    top_k_N: Tensor  # int64, 0 or at least the vocabulary: no filter
+    top_p_N: Tensor  # float64
+    keys_N2: Tensor  # int32
+    any_noise: bool
+    any_filter: bool
+
+    def rows(self, index: Tensor) -> RuleRows:
+        """The rows that `index`, int64 on the same device, names."""
+        return RuleRows(
+            self.temperature_N[index],
+            self.top_k_N[index],
+            self.top_p_N[index],
+            self.keys_N2[index],
+            self.any_noise,
+            self.any_filter,
+        )
+
+
+def rule_rows(rules: Sequence[ChoiceRule], positions: Sequence[int], device: torch.device) -> RuleRows | None:
+    """Rules and keys of `choose` on `device`; None when every row is greedy."""
+    if all(rule.greedy for rule in rules):
+        return None
+    keys = noise_keys([rule.seed for rule in rules], positions)
+    columns = [
+        torch.tensor([rule.temperature for rule in rules], dtype=torch.float32),
+        torch.tensor([rule.top_k for rule in rules], dtype=torch.int64),
+        torch.tensor([rule.top_p for rule in rules], dtype=torch.float64),
+        torch.from_numpy(keys),
+    ]
+    if device.type == "cuda":  # from pinned memory the copies do not wait for the device
+        columns = [column.pin_memory() for column in columns]
+    temperature_N, top_k_N, top_p_N, keys_N2 = (column.to(device, non_blocking=True) for column in columns)
+    filters = [not rule.greedy and (rule.top_k > 0 or rule.top_p < 1.0) for rule in rules]
+    any_noise = any(not rule.greedy and not kept for rule, kept in zip(rules, filters, strict=True))
+    return RuleRows(temperature_N, top_k_N, top_p_N, keys_N2, any_noise, any(filters))
+
+
+def choose_rows(logits_NV: Tensor, rows: RuleRows | None) -> tuple[Tensor, Tensor]:
+    """As `choose`, without a host synchronisation: token ids int64 [N], and which of them are final, bool [N].
+
+    A filter looks at a fixed number of best candidates here. A row that would have to keep more is not final: its
+    token was chosen from those alone, which does for a draft; for the target's choice, call `choose`.
+    """
+    greedy_N = logits_NV.argmax(dim=-1)
+    final_N = torch.ones_like(greedy_N, dtype=torch.bool)
+    if rows is None:
+        return greedy_N, final_N
+    is_greedy_N = rows.temperature_N == 0
+    scores = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
+    scores = scores / rows.temperature_N.masked_fill(is_greedy_N, 1.0)[:, None].to(scores.dtype)
+    chosen_N = greedy_N
+    if rows.any_noise:
+        chosen_N = _noisy_argmax(scores, _all_token_ids(scores.shape[-1], scores.device), rows.keys_N2)
+    if rows.any_filter:
+        is_filtered_N = (rows.top_k_N > 0) & (rows.top_k_N < scores.shape[-1]) | (rows.top_p_N < 1.0)
+        picked_N, complete_N = _filtered_choice(scores, rows)
+        chosen_N = torch.where(is_filtered_N, picked_N, chosen_N)
+        final_N = complete_N | ~is_filtered_N | is_greedy_N
+    return torch.where(is_greedy_N, greedy_N, chosen_N), final_N
+
+
+def _filtered_choice(scores_NV: Tensor, rows: RuleRows) -> tuple[Tensor, Tensor]:
+    """Each row's choice among its best candidates that pass its filters, and whether those are all that pass."""
+    vocab = scores_NV.shape[-1]
+    best_NC, ids_NC = torch.topk(scores_NV, min(_LOOKS[0], vocab), dim=-1)
+    look = best_NC.shape[-1]
+    top_k_N = torch.where((rows.top_k_N > 0) & (rows.top_k_N < vocab), rows.top_k_N, vocab)
+    last_N1 = best_NC.gather(-1, (top_k_N.clamp(max=look) - 1)[:, None])
+    cut_N1 = (top_k_N < vocab)[:, None]
+    floor_N1 = torch.where(cut_N1, last_N1, best_NC[:, -1:])
+    inside_NC = best_NC.double().masked_fill(best_NC < floor_N1, -torch.inf)
+    total_N1 = torch.where(
+        cut_N1,
+        inside_NC.logsumexp(dim=-1, keepdim=True),
+        scores_NV.logsumexp(dim=-1, keepdim=True).double(),
+    )
+    probs_NC = (inside_NC - total_N1).exp()
+    before_NC = probs_NC.cumsum(dim=-1) - probs_NC
+    top_p_N1 = rows.top_p_N[:, None]
+    nucleus_NC = ((before_NC < top_p_N1) | (top_p_N1 >= 1.0)) & (inside_NC > -torch.inf)
+    nucleus_N1 = nucleus_NC.sum(dim=-1, keepdim=True).clamp(min=1)
+    keep_NC = best_NC >= best_NC.gather(-1, nucleus_N1 - 1)
+    chosen_N = _noisy_argmax(best_NC.masked_fill(~keep_NC, -torch.inf), ids_NC, rows.keys_N2)
+    return chosen_N, ~keep_NC[:, -1] if look < vocab else torch.ones_like(chosen_N, dtype=torch.bool)
+
+
+def noise_keys(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.int32]:
+    """`noise_key` of every row, [N, 2]."""
+    with np.errstate(over="ignore"):
+        seeds_N = np.array([seed & _MASK_64 for seed in seeds], dtype=np.uint64)
+        mixed_N = _splitmix_all(_splitmix_all(seeds_N) + np.asarray(positions, dtype=np.uint64))
+    return mixed_N.astype("<u8").view("<i4").reshape(-1, 2).astype(np.int32)
+
+
+def _splitmix_all(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
 
 
 def _signed_32(value: int) -> int:

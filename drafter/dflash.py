@@ -31,7 +31,7 @@ from torch import Tensor
 from drafter.attention import AttentionPlan, PagedAttention
 from drafter.config import DrafterConfig
 from drafter.context import ContextProjection
-from drafter.layers import RotaryTable, Rotation, rms_norm, rotate, swiglu
+from drafter.layers import TORCH_OPS, LayerOps, RotaryTable, Rotation
 from drafter.linear import Linear
 from drafter.proposal import DraftBlock, DraftChoice, DraftHead, IndependentHead, Proposal, WidenedChoice
 
@@ -72,9 +72,16 @@ class BlockDrafter:
     Holds weights only; keys and values live in the pool of the caller's attention.
     """
 
-    def __init__(self, config: DrafterConfig, weights: DraftWeights, head: DraftHead | None = None) -> None:
+    def __init__(
+        self,
+        config: DrafterConfig,
+        weights: DraftWeights,
+        head: DraftHead | None = None,
+        ops: LayerOps = TORCH_OPS,
+    ) -> None:
         """`head` chooses tokens; without one every slot is on its own (DFlash)."""
         self.config = config
+        self._ops = ops
         self._weights = weights
         self._head = head or IndependentHead()
         self._rotary = RotaryTable(
@@ -82,7 +89,6 @@ class BlockDrafter:
         )
         q_rows = config.num_heads * config.head_dim
         kv_rows = config.num_kv_heads * config.head_dim
-        self._head_split = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         qkv_rows = [layer.qkv.dense_weight() for layer in weights.layers]
         self._context = ContextProjection(
             fc_HX=weights.fc_HX,
@@ -148,6 +154,11 @@ class BlockDrafter:
     ) -> Proposal:
         """Draft tokens for the K = num_draft positions that follow each anchor. Arguments as of `block`."""
         block = self.block(anchor_ids_B, positions_T, num_draft, attention, plan)
+        return self.choose(block, anchor_ids_B, choice)
+
+    @torch.inference_mode()
+    def choose(self, block: DraftBlock, anchor_ids_B: Tensor, choice: DraftChoice) -> Proposal:
+        """The last stage of `propose`: tokens for the slots of a block's forward pass."""
         if self._weights.token_ids is not None:
             choice = WidenedChoice(choice, self._weights.token_ids, self.config.vocab_size)
         return self._head.choose(block, anchor_ids_B, choice)
@@ -160,12 +171,13 @@ class BlockDrafter:
         num_draft: int,
         attention: PagedAttention,
         plan: AttentionPlan,
+        out_NV: Tensor | None = None,
     ) -> DraftBlock:
         """The forward pass of a block: hidden states and logits of the slots that draft num_draft tokens.
 
         anchor_ids_B: each request's last chosen token. positions_T: positions of all block slots, request by
         request (B·block_size of them, any shape). plan: q_lens = [block_size]*B, kv_lens = start +
-        block_size, causal=False.
+        block_size, causal=False. out_NV: where the logits go, [B·K, V], if given.
         Raises ValueError when num_draft is not in 1 .. max_draft_tokens.
         """
         if not 1 <= num_draft <= self.max_draft_tokens:
@@ -175,40 +187,44 @@ class BlockDrafter:
         num_requests = anchor_ids_B.shape[0]
         block_BS = anchor_ids_B.new_full((num_requests, self.block_size), self.config.mask_token_id)
         block_BS[:, 0] = anchor_ids_B
-        hidden_TH = F.embedding(block_BS.view(-1), self._weights.embed_VH)
+        residual_TH = F.embedding(block_BS.view(-1), self._weights.embed_VH)
         rotation = self._rotary.at(positions_T.reshape(-1))
-        last = self.num_layers - 1
-        for index, layer in enumerate(self._weights.layers):
-            attended_TM = self._attend(index, layer, hidden_TH, rotation, attention, plan)
-            if index == last:  # past the last attention, slots that are not asked for matter to nobody
+        eps, ops, layers = self.config.rms_norm_eps, self._ops, self._weights.layers
+        normed_TH = ops.rms_norm(residual_TH, layers[0].input_norm_H, eps)
+        norms_after = [*(layer.input_norm_H for layer in layers[1:]), self._weights.norm_H]
+        for index, (layer, norm_after_H) in enumerate(zip(layers, norms_after, strict=True)):
+            attended_TM = self._attend(index, layer, normed_TH, rotation, attention, plan)
+            if index == self.num_layers - 1:  # past the last attention, other slots matter to nobody
                 attended_TM = self._wanted(attended_TM, num_draft)
-                hidden_TH = self._wanted(hidden_TH, num_draft)
-            hidden_TH = hidden_TH + layer.o(attended_TM)
-            normed_TH = rms_norm(hidden_TH, layer.post_norm_H, self.config.rms_norm_eps)
-            hidden_TH = hidden_TH + layer.down(swiglu(layer.gate_up(normed_TH)))
-        final_TH = rms_norm(hidden_TH, self._weights.norm_H, self.config.rms_norm_eps)
-        logits_TV = self._weights.lm_head(final_TH)
+                residual_TH = self._wanted(residual_TH, num_draft)
+            normed_TH, residual_TH = ops.add_rms_norm(
+                layer.o(attended_TM), residual_TH, layer.post_norm_H, eps
+            )
+            moved_TH = layer.down(ops.swiglu(layer.gate_up(normed_TH)))
+            normed_TH, residual_TH = ops.add_rms_norm(moved_TH, residual_TH, norm_after_H, eps)
+        logits_TV = self._weights.lm_head(normed_TH, out_NV)
         return DraftBlock(
-            final_TH.view(num_requests, num_draft, -1), logits_TV.view(num_requests, num_draft, -1)
+            normed_TH.view(num_requests, num_draft, -1), logits_TV.view(num_requests, num_draft, -1)
         )
 
     def _attend(
         self,
         index: int,
         layer: DraftLayerWeights,
-        hidden_TH: Tensor,
+        normed_TH: Tensor,
         rotation: Rotation,
         attention: PagedAttention,
         plan: AttentionPlan,
     ) -> Tensor:
         """Attention of one layer over context and block, [T, heads·D], before the output projection."""
-        eps = self.config.rms_norm_eps
-        num_tokens = hidden_TH.shape[0]
-        qkv = layer.qkv(rms_norm(hidden_TH, layer.input_norm_H, eps))
-        q, k, v = torch.split(qkv.view(num_tokens, -1, self.head_dim), self._head_split, dim=1)
-        attention.write(index, rotate(rms_norm(k, layer.k_norm_D, eps), rotation), v, plan)
-        attended = attention.attend(index, rotate(rms_norm(q, layer.q_norm_D, eps), rotation), plan)
-        return attended.reshape(num_tokens, -1)
+        config, num_tokens = self.config, normed_TH.shape[0]
+        fused_TND = layer.qkv(normed_TH).view(num_tokens, -1, self.head_dim)
+        norms = (layer.q_norm_D, layer.k_norm_D)
+        q_THD, k_THD, v_THD = self._ops.heads(
+            fused_TND, config.num_heads, config.num_kv_heads, norms, config.rms_norm_eps, rotation
+        )
+        attention.write(index, k_THD, v_THD, plan)
+        return attention.attend(index, q_THD, plan).reshape(num_tokens, -1)
 
     def _wanted(self, rows_TH: Tensor, num_draft: int) -> Tensor:
         """Rows of the slots that draft 1 .. num_draft tokens, of every block, [B·K, ...]."""

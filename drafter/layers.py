@@ -1,5 +1,8 @@
 """Layers that the target model and the draft model share: RMS norm, rotary positions, gated activation.
 
+`LayerOps` is what a model asks of its device between matrix products. `TORCH_OPS` defines what is right and serves
+CPUs; `workers.fused` fuses the same steps into one kernel each on a GPU.
+
 Rotary positions follow Hugging Face's "rotate half" convention: element i of a head is paired with element i
 + D/2. Angles are computed in float32 (float64 for a float64 model), as the checkpoints' own training code
 does.
@@ -12,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
 import torch.nn.functional as F
@@ -215,3 +218,77 @@ def rotate(x_TND: Tensor, rotation: Rotation) -> Tensor:
     half = x_TND.shape[-1] // 2
     swapped = torch.cat((x_TND[..., half:], x_TND[..., :half]), dim=-1)
     return torch.addcmul(x_TND * rotation.cos_T1D, swapped, rotation.sin_T1D)
+
+
+class Heads(NamedTuple):
+    """A step's queries, keys and values, [T, heads, D] each."""
+
+    q_THD: Tensor
+    k_THD: Tensor
+    v_THD: Tensor
+
+
+class LayerOps(Protocol):
+    """The steps between a model's matrix products, as its device computes them best."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """As `rms_norm`."""
+
+    def add_rms_norm(
+        self, x_TH: Tensor, residual_TH: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """The norm of x + residual, and that sum, each [T, H]. The arguments stay as they are."""
+
+    def swiglu(self, gate_up_T2I: Tensor) -> Tensor:
+        """As `swiglu`."""
+
+    def heads(
+        self,
+        fused_TND: Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        rotation: Rotation,
+    ) -> Heads:
+        """Split a fused projection [T, heads + 2 * kv_heads, D]; normalise (`norms`: of q and of k, [D] each) and
+        rotate its queries and keys.
+        """
+
+
+class TorchOps:
+    """`LayerOps` in plain torch, on any device."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return rms_norm(x, weight, eps)
+
+    def add_rms_norm(
+        self, x_TH: Tensor, residual_TH: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        total_TH = residual_TH + x_TH
+        return rms_norm(total_TH, weight, eps), total_TH
+
+    def swiglu(self, gate_up_T2I: Tensor) -> Tensor:
+        return swiglu(gate_up_T2I)
+
+    def heads(
+        self,
+        fused_TND: Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        rotation: Rotation,
+    ) -> Heads:
+        first_v = num_heads + num_kv_heads
+        v_THD = fused_TND[:, first_v:]
+        if norms is None:
+            rotated = rotate(fused_TND[:, :first_v], rotation)
+            return Heads(rotated[:, :num_heads], rotated[:, num_heads:], v_THD)
+        q_norm, k_norm = norms
+        q_THD = rotate(rms_norm(fused_TND[:, :num_heads], q_norm, eps), rotation)
+        k_THD = rotate(rms_norm(fused_TND[:, num_heads:first_v], k_norm, eps), rotation)
+        return Heads(q_THD, k_THD, v_THD)
+
+
+TORCH_OPS: LayerOps = TorchOps()

@@ -30,8 +30,10 @@ class Linear:
         self._packed = _can_pack(weight)
         self._weight = _pack(weight) if self._packed else weight
 
-    def __call__(self, x_TI: Tensor) -> Tensor:
-        """[T, in] to [T, out]."""
+    def __call__(self, x_TI: Tensor, out_TO: Tensor | None = None) -> Tensor:
+        """[T, in] to [T, out]; written to `out_TO` and returned as that, if given."""
+        if out_TO is not None:
+            return self._into(x_TI, out_TO)
         if not self._packed:
             return F.linear(x_TI, self._weight, self._bias)
         if x_TI.requires_grad and torch.is_grad_enabled():  # the fast product has no derivative
@@ -40,6 +42,13 @@ class Linear:
             return self(torch.cat((x_TI, x_TI)))[:1]
         product = torch.ops.mkldnn._linear_pointwise(x_TI, self._weight, self._bias, "none", [], "")
         return cast(Tensor, product)
+
+    def _into(self, x_TI: Tensor, out_TO: Tensor) -> Tensor:
+        if self._packed:
+            return out_TO.copy_(self(x_TI))
+        if self._bias is not None:
+            return torch.addmm(self._bias, x_TI, self._weight.t(), out=out_TO)
+        return torch.mm(x_TI, self._weight.t(), out=out_TO)
 
     def dense_weight(self) -> Tensor:
         """The weight as a plain [out, in] tensor; a copy when it was reordered."""

@@ -81,6 +81,13 @@ class BlockLengthPolicy:
         self._current[batch_bucket(batch_size)] = best
         return best
 
+    def possible(self) -> range:
+        """What `choose` may answer, ascending."""
+        if self._mode == "adaptive":
+            return range(self._max + 1)
+        only = self._max if self._mode == "full" else min(self._mode, self._max)
+        return range(only, only + 1)
+
     def observe_acceptance(self, request: RequestId, num_draft: int, accepted: int) -> None:
         """One request's outcome of a step; comes before that step's `observe_cost`."""
         self._book.observe(request, num_draft, accepted)

@@ -54,7 +54,14 @@ class LoopbackHub:
     `drop(source, destination, message)` may be set to lose chosen messages.
     """
 
-    def __init__(self, seed: int = 0, faults: Faults | None = None) -> None:
+    def __init__(
+        self,
+        seed: int = 0,
+        faults: Faults | None = None,
+        move: Callable[[int, int, int], object] = ctypes.memmove,
+    ) -> None:
+        """`move`: copies memory, as (destination, source, bytes); of pools on devices this one cannot."""
+        self._move = move
         self.faults = faults or Faults()
         self.drop: Callable[[WorkerEpoch, WorkerEpoch, bytes], bool] | None = None
         self._random = random.Random(seed)
@@ -147,7 +154,7 @@ class LoopbackHub:
             return "injected fault"
         copies = [*_expanded(write.moves, sender.pools, receiver.pools), *write.copies]
         for copy in (*copies, *write.tags):
-            ctypes.memmove(copy.destination, copy.source, copy.size)
+            self._move(copy.destination, copy.source, copy.size)
         if copies and self._random.random() < self.faults.corruption:
             copy = self._random.choice(copies)
             wrong = ctypes.c_uint8.from_address(copy.destination + self._random.randrange(copy.size))

@@ -5,14 +5,13 @@ The only place that knows how the pieces fit; everything it makes is handed to o
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from drafter.checkpoint import TargetFacts, load_drafter
+from drafter.checkpoint import TargetFacts, load_drafter, read_config
 from drafter.dflash import BlockDrafter
 from drafter.errors import DrafterError
 from drafter.fingerprint import drafter_fingerprint
@@ -30,23 +29,25 @@ from transceiver.port import TransferPort
 from transceiver.pump import nixl_port
 from transceiver.wire import Fingerprint, Pools, Region
 from workers.aggregated import AggregatedEngine
-from workers.attention.torch import TorchPagedAttention
+from workers.backend import TORCH_ON_CPU, Backend, Loaded, make_backend
+from workers.backend import Pools as ComputedPools
 from workers.config import EveryRequestFits, FixedPages, MemoryFraction, WorkerConfig
 from workers.context import ContextEngine
 from workers.decode import DecodeLoop
+from workers.device import compute_device
 from workers.engine import Engine
 from workers.errors import ModelMismatch
 from workers.generation import GenerationEngine
 from workers.limits import EngineLimits
-from workers.memory import free_memory_bytes
+from workers.memory import memory_of
 from workers.models.decoder import Decoder
 from workers.models.errors import CheckpointError
-from workers.models.load import load_decoder
+from workers.models.load import load_config, load_decoder
 from workers.pairs import ModelPair, PairError, resolve_pair
 from workers.request import WorkerFacts
-from workers.runner import ModelRunner
 from workers.sampler import Sampler
 from workers.storage import KvPool, KvStorage
+from workers.working import WorkingSet
 
 DTYPES = {
     "float32": torch.float32,
@@ -61,12 +62,13 @@ MakePort = Callable[[WorkerEpoch, str, Fingerprint, Pools], TransferPort]
 
 @dataclass(frozen=True)
 class Models:
-    """The loaded pair. `drafter` is None when the pair has none or drafting is off."""
+    """The loaded pair, and what computes it. `drafter` is None when the pair has none or drafting is off."""
 
     pair: ModelPair
     decoder: Decoder
     drafter: BlockDrafter | None
     drafter_fingerprint: str | None
+    backend: Backend = TORCH_ON_CPU
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,11 @@ class Assembly:
     engine: Engine
     facts: WorkerFacts
     port: TransferPort | None
+
+    def prepare(self) -> None:
+        """Make the device ready for steps, where that takes time that a first request should not wait for."""
+        if self.facts.role != "context":
+            self.engine.decode.prepare()
 
     def close(self) -> None:
         if self.port is not None:
@@ -96,9 +103,11 @@ def load_models(config: WorkerConfig) -> Models:
     name = spec.name if not spec.target else f"{spec.target}:{spec.drafter}".rstrip(":")
     try:
         pair = resolve_pair(name)
-        decoder = load_decoder(pair.target_path, DTYPES[config.dtype])
-        if not config.drafting or pair.drafter_path is None:
-            return Models(pair, decoder, None, None)
+        drafts = config.drafting and pair.drafter_path is not None
+        backend = _backend(config, pair, drafts)
+        decoder = load_decoder(pair.target_path, DTYPES[config.dtype], backend.device, backend.ops)
+        if not drafts or pair.drafter_path is None:
+            return Models(pair, decoder, None, None, backend)
         facts = TargetFacts(
             hidden_size=decoder.config.hidden_size,
             vocab_size=decoder.config.vocab_size,
@@ -108,15 +117,23 @@ def load_models(config: WorkerConfig) -> Models:
             lm_head=decoder.lm_head,
             fingerprint=decoder.fingerprint,
         )
-        drafter = load_drafter(pair.drafter_path, facts)
+        drafter = load_drafter(pair.drafter_path, facts, backend.ops)
     except (PairError, CheckpointError, DrafterError) as error:
         raise ModelMismatch(str(error), field="pair") from error
-    return Models(pair, decoder, drafter, drafter_fingerprint(pair.drafter_path))
+    return Models(pair, decoder, drafter, drafter_fingerprint(pair.drafter_path), backend)
+
+
+def _backend(config: WorkerConfig, pair: ModelPair, drafts: bool) -> Backend:
+    """Chosen by device, dtype and both models' heads, before a weight is read."""
+    head_dims = [load_config(pair.target_path).head_dim]
+    if drafts and pair.drafter_path is not None:
+        head_dims.append(read_config(pair.drafter_path).head_dim)
+    return make_backend(compute_device(config.device), DTYPES[config.dtype], head_dims)
 
 
 def build(config: WorkerConfig, models: Models, make_port: MakePort | None = None) -> Assembly:
     """Everything but loading: the same models may serve several assemblies in one process."""
-    decoder, drafter = models.decoder, models.drafter
+    decoder, drafter, backend = models.decoder, models.drafter, models.backend
     target_geometry = _geometry(
         config, decoder.config.num_layers, decoder.config.num_kv_heads, decoder.config.head_dim
     )
@@ -142,7 +159,8 @@ def build(config: WorkerConfig, models: Models, make_port: MakePort | None = Non
         )
     except LayoutRefused as error:
         raise ModelMismatch(str(error), field="draft_kv") from error
-    plan = _page_plan(config, demand)
+    working = _working_set(config, models, demand)
+    plan = _page_plan(config, demand, backend, working)
     ledger = KvLedger(
         target=target_geometry,
         draft=draft_geometry,
@@ -154,31 +172,25 @@ def build(config: WorkerConfig, models: Models, make_port: MakePort | None = Non
         draft_kv=config.draft_kv,
         prefix_cache=config.prefix_cache,
     )
-    memory = _memory(demand, plan, decoder.dtype)
+    memory = _memory(demand, plan, decoder.dtype, backend.device)
+    sampler = Sampler()
     try:
-        target_attention = TorchPagedAttention(memory.target, config.pool_layout)
-        draft_attention = (
-            TorchPagedAttention(memory.draft_pool, config.pool_layout)
-            if memory.draft_pool is not None
-            else None
+        computing = backend.bind(
+            Loaded(decoder, drafter, ledger, sampler),
+            ComputedPools(memory.target, memory.draft_pool, config.pool_layout),
+            working,
+            decodes=config.role != "context",
         )
     except LayoutRefused as error:
         raise ModelMismatch(str(error), field="pool_layout") from error
-    runner = ModelRunner(
-        decoder=decoder,
-        target_attention=target_attention,
-        drafter=drafter,
-        draft_attention=draft_attention,
-        ledger=ledger,
-        device=torch.device("cpu"),
-    )
+    runner = computing.runner
     max_draft_tokens = drafter.max_draft_tokens if drafter is not None else 0
     decode = DecodeLoop(
-        runner=runner,
-        sampler=Sampler(),
+        step=computing.step,
+        sampler=sampler,
         ledger=ledger,
         policy=BlockLengthPolicy(max_draft_tokens, config.draft_tokens),
-        clock=time.perf_counter,
+        max_draft_tokens=max_draft_tokens,
     )
     engine_limits = EngineLimits(
         vocab_size=decoder.config.vocab_size,
@@ -250,11 +262,32 @@ class _Memory:
         return Pools(_region(self.target), _region(self.draft) if self.draft is not None else None)
 
 
-def _memory(demand: KvDemand, plan: PagePlan, dtype: torch.dtype) -> _Memory:
+def _memory(demand: KvDemand, plan: PagePlan, dtype: torch.dtype, device: torch.device) -> _Memory:
+    pages = plan.num_target_pages
     if demand.unified:
-        return _Memory(KvStorage(demand.target, plan.num_target_pages, dtype, appended=demand.draft), None)
-    draft = KvStorage(demand.draft, plan.num_draft_pages, dtype) if demand.draft is not None else None
-    return _Memory(KvStorage(demand.target, plan.num_target_pages, dtype), draft)
+        return _Memory(KvStorage(demand.target, pages, dtype, device, appended=demand.draft), None)
+    draft = None
+    if demand.draft is not None:
+        draft = KvStorage(demand.draft, plan.num_draft_pages, dtype, device)
+    return _Memory(KvStorage(demand.target, pages, dtype, device), draft)
+
+
+def _working_set(config: WorkerConfig, models: Models, demand: KvDemand) -> WorkingSet:
+    target, drafter = models.decoder.config, models.drafter
+    return WorkingSet(
+        target=demand.target,
+        draft=demand.draft,
+        num_heads=target.num_heads,
+        draft_heads=drafter.config.num_heads if drafter is not None else 0,
+        hidden_size=target.hidden_size,
+        intermediate_size=target.intermediate_size,
+        vocab_size=target.vocab_size,
+        num_taps=len(drafter.tap_layer_ids) if drafter is not None else 0,
+        max_batch=config.max_batch,
+        width=1 + (drafter.max_draft_tokens if drafter is not None else 0),
+        block_size=drafter.block_size if drafter is not None else 0,
+        chunk_tokens=config.chunk_tokens,
+    )
 
 
 def _geometry(config: WorkerConfig, num_layers: int, num_kv_heads: int, head_dim: int) -> KvGeometry:
@@ -279,12 +312,13 @@ def _max_seq_len(config: WorkerConfig, decoder: Decoder) -> int:
     return config.max_seq_len
 
 
-def _page_plan(config: WorkerConfig, demand: KvDemand) -> PagePlan:
+def _page_plan(config: WorkerConfig, demand: KvDemand, backend: Backend, working: WorkingSet) -> PagePlan:
     per_request = [geometry.pages_for(demand.limits.max_positions) for geometry in demand.pools]
     try:
         match config.kv:
             case MemoryFraction(fraction=fraction):
-                return plan_from_memory(demand, int(fraction * free_memory_bytes()))
+                memory = memory_of(backend.device)
+                return plan_from_memory(demand, memory.budget(fraction, backend.working_bytes(working)))
             case FixedPages(num_target_pages=pages):
                 counts = [pages] * len(per_request)
             case EveryRequestFits():

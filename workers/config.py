@@ -8,6 +8,7 @@ import msgspec
 
 from kvmanager.layout import DraftKv, PoolLayout
 from transceiver.wire import Verify
+from workers.device_name import DeviceName
 from workers.request import Role
 
 DtypeName = Literal["float32", "float64", "bfloat16", "float16"]
@@ -24,7 +25,10 @@ class FixedPages(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class MemoryFraction(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="memory_fraction"
 ):
-    """Target and draft pools together take at most `fraction` of the memory that is free after loading."""
+    """On a CPU, target and draft pools together take at most `fraction` of the memory that is free after loading.
+
+    On a GPU, `fraction` of its whole memory is in use when the worker is at its peak, weights and others' use included.
+    """
 
     fraction: float
 
@@ -49,6 +53,7 @@ class PairSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One worker. `draft_tokens` is the default policy for requests that name no number themselves.
 
+    `device` `auto` is the GPU when the worker's process sees one, else the CPU.
     `drafting` False loads no drafter. `max_waiting` bounds the queue of requests not admitted yet, `chunk_tokens` the
     prompt tokens of one prefill step. `draft_kv` and `pool_layout`: see `kvmanager.layout`; `verify`, the check of
     shipped KV: see `transceiver.content`. Both workers of a pair must have the same `draft_kv` and `verify`.
@@ -58,6 +63,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     role: Role
     pair: PairSpec
+    device: DeviceName = "cpu"
     dtype: DtypeName = "float32"
     page_size: int = 16
     kv: KvBudget = msgspec.field(default_factory=EveryRequestFits)

@@ -1,4 +1,4 @@
-"""The decode step: draft a block, verify it in one target forward, accept, commit.
+"""Decoding: how many tokens to draft, a step on the device (`workers.step`), and the bookkeeping of what it found.
 
 The loop keeps nothing of a request between steps but what the block-length policy learnt: the ledger holds lengths,
 sequences hold tokens.
@@ -10,39 +10,37 @@ shared noise makes equality likely when sampling too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Items
 
 import torch
 from torch import Tensor
 
 from drafter.policy import BlockLengthPolicy
-from drafter.verify import accept
 from kvmanager.ids import RequestId
 from kvmanager.ledger import KvLedger
 from workers.request import RequestOutput, TokenLogprob
-from workers.runner import ModelRunner
 from workers.sampler import Sampler
 from workers.sequence import Sequence
+from workers.step import DecodeStep
 
 
 class DecodeLoop:
-    """Steps a batch of sequences whose prompts are done. `clock` returns seconds and prices steps for the policy."""
+    """Steps a batch of sequences whose prompts are done. `max_draft_tokens`: 0 on a worker without a drafter."""
 
     def __init__(
         self,
         *,
-        runner: ModelRunner,
+        step: DecodeStep,
         sampler: Sampler,
         ledger: KvLedger,
         policy: BlockLengthPolicy,
-        clock: Callable[[], float],
+        max_draft_tokens: int,
     ) -> None:
-        self._runner = runner
+        self._step = step
         self._sampler = sampler
         self._ledger = ledger
         self._policy = policy
-        self._clock = clock
+        self._max_draft_tokens = max_draft_tokens
         self.decode_steps = 0
         self.decode_tokens = 0
         self.drafted_steps = 0  # those decode steps that verified a draft, and what they emitted
@@ -57,6 +55,10 @@ class DecodeLoop:
         return token, self._sampler.logprobs(logits_1V, torch.tensor([token]), [sequence.sampling.logprobs])[
             0
         ]
+
+    def prepare(self) -> None:
+        """Make the device ready for the steps that the policy may ask for."""
+        self._step.prepare(self._policy.possible())
 
     def forget(self, request_id: RequestId) -> None:
         """Drop what the policy remembers of a request that has ended."""
@@ -73,24 +75,12 @@ class DecodeLoop:
         num_draft = self._num_draft(group)
         ids = [s.request_id for s in group]
         starts = self._ledger.lengths_of(ids)
-        began_s = self._clock()
-        drafts_BK = self._draft(group, starts, num_draft)
-        drafted_s = self._clock()
-        width = num_draft + 1
-        logits_BWV = self._runner.verify(group, drafts_BK)
-        logits_NV = logits_BWV.view(len(group) * width, -1)
-        sampling = [s.sampling for s in group for _ in range(width)]
-        positions = [start + 1 + offset for start in starts for offset in range(width)]
-        targets_N = self._sampler.choose(logits_NV, sampling, positions)
-        targets_BW = targets_N.view(len(group), width)
-        accepted_B = accept(drafts_BK, targets_BW).tolist()
-        targets = targets_BW.tolist()
-        verified_s = self._clock()
+        found = self._step.run(group, num_draft)
         outputs = []
         lengths = []
-        for row, (sequence, start, accepted) in enumerate(zip(group, starts, accepted_B, strict=True)):
-            kept = sequence.take(targets[row][: accepted + 1])
-            tokens = targets[row][:kept]
+        for row, (sequence, start, accepted) in enumerate(zip(group, starts, found.accepted, strict=True)):
+            kept = sequence.take(found.targets[row][: accepted + 1])
+            tokens = found.targets[row][:kept]
             lengths.append(start + kept)
             sequence.count_step(kept, num_draft, accepted)
             self.decode_steps += 1
@@ -100,10 +90,11 @@ class DecodeLoop:
                 self.drafted_tokens += kept
             if sequence.drafting:
                 self._policy.observe_acceptance(sequence.request_id, num_draft, accepted)
-            outputs.append(sequence.report(tokens, self._logprobs(sequence, logits_BWV[row, :kept], tokens)))
+            logprobs = self._logprobs(sequence, found.logits_BWV[row, :kept], tokens)
+            outputs.append(sequence.report(tokens, logprobs))
         self._ledger.commit_all(ids, lengths)
         if group[0].drafting:
-            self._policy.observe_cost(len(group), num_draft, drafted_s - began_s, verified_s - drafted_s)
+            self._policy.observe_cost(len(group), num_draft, found.draft_s, found.verify_s)
         return outputs
 
     def _num_draft(self, group: list[Sequence]) -> int:
@@ -111,15 +102,8 @@ class DecodeLoop:
             return 0
         asked = group[0].sampling.draft_tokens
         if asked is not None:
-            return min(asked, self._runner.max_draft_tokens)
+            return min(asked, self._max_draft_tokens)
         return self._policy.choose(len(group), [s.request_id for s in group])
-
-    def _draft(self, group: list[Sequence], starts: list[int], num_draft: int) -> Tensor:
-        """Draft tokens [B, num_draft]; draft k is for position start + 1 + k."""
-        if num_draft == 0:
-            return torch.empty((len(group), 0), dtype=torch.int64)
-        choice = self._sampler.draft_choice([s.sampling for s in group], [start + 1 for start in starts])
-        return self._runner.draft(group, num_draft, choice).tokens_BK
 
     def _logprobs(self, sequence: Sequence, logits_NV: Tensor, tokens: list[int]) -> list[TokenLogprob]:
         wanted = sequence.sampling.logprobs

@@ -80,7 +80,9 @@ class EngineHost:
     def load(cls, config: WorkerConfig) -> EngineHost:
         """Load the models and build the engine. Slow; raises ModelMismatch for checkpoints that do not fit."""
         torch.set_num_threads(config.num_threads)
-        return cls(assemble(config), config.num_threads)
+        assembly = assemble(config)
+        assembly.prepare()
+        return cls(assembly, config.num_threads)
 
     def start(self) -> None:
         self._thread.start()

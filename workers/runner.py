@@ -21,8 +21,9 @@ from torch import Tensor
 from drafter.attention import AttentionPlan, PagedAttention
 from drafter.dflash import BlockDrafter
 from drafter.proposal import DraftChoice, Proposal
-from kvmanager.ids import SlotId
 from kvmanager.ledger import KvLedger
+from kvmanager.slots import PageTable
+from workers.device import upload
 from workers.faults import Fault
 from workers.models.decoder import Decoder
 from workers.sequence import Sequence
@@ -48,7 +49,7 @@ class ModelRunner:
         self._drafter = drafter
         self._draft_attention = draft_attention
         self._ledger = ledger
-        self._device = device
+        self.device = device
         self.fault = Fault.NONE
 
     @property
@@ -61,7 +62,7 @@ class ModelRunner:
         The caller commits the KV length `end` afterwards.
         """
         tokens_T = self._tokens(sequence.prompt_token_ids[start:end])
-        positions_T = torch.arange(start, end, device=self._device)
+        positions_T = torch.arange(start, end, device=self.device)
         hidden_TH = self._forward([sequence], tokens_T, positions_T, [end - start], [end])
         sequence.prompt_tokens_computed += end - start
         if end < sequence.num_prompt_tokens:
@@ -73,10 +74,10 @@ class ModelRunner:
 
         None where a forward has finished when it returns.
         """
-        if self._device.type != "cuda":
+        if self.device.type != "cuda":
             return None
         done = torch.cuda.Event()
-        done.record(torch.cuda.current_stream(self._device))
+        done.record(torch.cuda.current_stream(self.device))
         return done.query
 
     def draft(self, sequences: Items[Sequence], num_draft: int, choice: DraftChoice) -> Proposal:
@@ -117,9 +118,7 @@ class ModelRunner:
         drafting = sequences[0].drafting
         drafter, attention = self._drafter, self._draft_attention
         taps = drafter.tap_layer_ids if drafter is not None and drafting else ()
-        rows = self._rows(
-            self._ledger.target.page_table, self._ledger.slots_of([s.request_id for s in sequences])
-        )
+        rows = torch.from_numpy(self.target_rows(sequences))
         plan = self._target_attention.plan(rows, q_lens, kv_lens, causal=True)
         output = self._decoder.forward(tokens_T, positions_T, self._target_attention, plan, taps)
         if output.taps_TX is not None and drafter is not None and attention is not None:
@@ -127,25 +126,34 @@ class ModelRunner:
             drafter.append_context(output.taps_TX, positions_T, attention, draft_plan)
         return output.hidden_TH
 
-    def _draft_plan(self, sequences: Items[Sequence], q_lens: list[int], kv_lens: list[int]) -> AttentionPlan:
+    def draft_rows(self, sequences: Items[Sequence]) -> PageTable:
+        """Each request's row of the drafter's page table, [B, max_pages], copied."""
         draft = self._ledger.draft
-        if draft is None or self._draft_attention is None:
+        if draft is None:
             raise ValueError("this worker has no drafter")
         slots = draft.slots_of([s.request_id for s in sequences])
         if self.fault is Fault.DUMMY_SLOT:
             slots = [self._ledger.dummy_slot] * len(sequences)
-        lens = [length - s.draft_origin for s, length in zip(sequences, kv_lens, strict=True)]
-        return self._draft_attention.plan(self._rows(draft.page_table, slots), q_lens, lens, causal=False)
+        return draft.page_table[slots]
 
-    def _rows(self, page_table: object, slots: list[SlotId]) -> Tensor:
-        """Page rows [B, max_pages] of the persistent table, copied: the ledger rewrites the table between steps."""
-        table = torch.from_numpy(page_table)
-        return table[torch.tensor(slots)].to(self._device)
+    def target_rows(self, sequences: Items[Sequence]) -> PageTable:
+        """Each request's row of the target's page table, [B, max_pages], copied: the ledger rewrites the table
+        between steps.
+        """
+        slots = self._ledger.slots_of([s.request_id for s in sequences])
+        return self._ledger.target.page_table[slots]
+
+    def _draft_plan(self, sequences: Items[Sequence], q_lens: list[int], kv_lens: list[int]) -> AttentionPlan:
+        if self._draft_attention is None:
+            raise ValueError("this worker has no drafter")
+        rows = torch.from_numpy(self.draft_rows(sequences))
+        lens = [length - s.draft_origin for s, length in zip(sequences, kv_lens, strict=True)]
+        return self._draft_attention.plan(rows, q_lens, lens, causal=False)
 
     def _tokens(self, ids: Items[int]) -> Tensor:
-        return torch.tensor(ids, dtype=torch.int64, device=self._device)
+        return upload(torch.tensor(ids, dtype=torch.int64), self.device)
 
     def _spans(self, starts: list[int], width: int) -> Tensor:
         """Positions starts[b] .. starts[b]+width-1 of every request, flat [B*width]."""
-        starts_B1 = torch.tensor(starts, dtype=torch.int64, device=self._device).unsqueeze(1)
-        return (starts_B1 + torch.arange(width, device=self._device)).flatten()
+        starts_B1 = self._tokens(starts).unsqueeze(1)
+        return (starts_B1 + torch.arange(width, device=self.device)).flatten()

@@ -23,15 +23,19 @@ from workers.request import SamplingParams, TokenLogprob
 class Sampler:
     """Chooses tokens for target and draft logits alike. Stateless: the same inputs give the same tokens."""
 
+    def rule(self, params: SamplingParams) -> ChoiceRule:
+        """A request's sampling settings as `drafter.choice` takes them."""
+        return ChoiceRule(params.temperature, params.top_k, params.top_p, params.seed)
+
     def choose(
         self, logits_NV: Tensor, sampling: Sequence[SamplingParams], positions: Sequence[int]
     ) -> Tensor:
         """Token ids, int64 [N]. positions[n] is the position that row n's token will occupy."""
-        return choose(logits_NV, [_rule(params) for params in sampling], positions)
+        return choose(logits_NV, [self.rule(params) for params in sampling], positions)
 
     def draft_choice(self, sampling: Sequence[SamplingParams], first_positions: Sequence[int]) -> DraftChoice:
         """What the drafter asks for its tokens; first_positions[b] is where request b's first draft goes."""
-        return KeyedChoice([_rule(params) for params in sampling], first_positions)
+        return KeyedChoice([self.rule(params) for params in sampling], first_positions)
 
     def logprobs(self, logits_NV: Tensor, tokens_N: Tensor, num_top: Sequence[int]) -> list[TokenLogprob]:
         """The chosen tokens' log-probabilities, each with the num_top[n] likeliest of its row, best first.
@@ -53,7 +57,3 @@ class Sampler:
             TokenLogprob(token, logprob, tuple(zip(ids[:count], values[:count], strict=True)))
             for token, logprob, count, ids, values in rows
         ]
-
-
-def _rule(params: SamplingParams) -> ChoiceRule:
-    return ChoiceRule(params.temperature, params.top_k, params.top_p, params.seed)

@@ -83,3 +83,17 @@ def test_the_form_of_the_drafters_kv_and_the_prefix_cache_reach_the_workers() ->
 def test_a_workers_configuration_survives_the_wire() -> None:
     config = load_config(None, {"draft_tokens": 3, "memory_fraction": 0.5}).worker_config("generation")
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=WorkerConfig) == config
+
+
+def test_each_worker_gets_one_gpu_when_there_are_enough_or_when_they_are_asked_for() -> None:
+    auto, cpu, cuda = (load_config(None, {"device": name}) for name in ("auto", "cpu", "cuda"))
+    assert [config.gpus_per_worker(2) for config in (auto, cpu, cuda)] == [1, 0, 1]
+    assert [config.gpus_per_worker(1) for config in (auto, cpu, cuda)] == [0, 0, 1], "two workers, one GPU"
+    assert auto.worker_config("context", gpus=1).device == "cuda"
+    assert auto.worker_config("context").device == "cpu"
+
+
+def test_prompts_are_computed_in_larger_chunks_on_a_gpu_unless_told_otherwise() -> None:
+    plain, told = load_config(None, {}), load_config(None, {"chunk_tokens": 64})
+    assert [plain.worker_config("context", gpus).chunk_tokens for gpus in (0, 1)] == [256, 8192]
+    assert [told.worker_config("context", gpus).chunk_tokens for gpus in (0, 1)] == [64, 64]

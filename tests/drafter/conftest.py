@@ -12,6 +12,7 @@ from torch import Tensor
 
 from drafter.checkpoint import TargetFacts, save_drafter, tensor_shapes
 from drafter.config import DrafterConfig
+from tests.device import DEVICE
 
 HIDDEN, VOCAB, TARGET_LAYERS = 24, 50, 6
 
@@ -71,8 +72,12 @@ def facts() -> Callable[..., TargetFacts]:
             "hidden_size": HIDDEN,
             "vocab_size": VOCAB,
             "num_layers": TARGET_LAYERS,
-            "embed_weight": torch.randn(VOCAB, HIDDEN, generator=generator, dtype=torch.float64).to(dtype),
-            "lm_head_weight": torch.randn(VOCAB, HIDDEN, generator=generator, dtype=torch.float64).to(dtype),
+            "embed_weight": torch.randn(VOCAB, HIDDEN, generator=generator, dtype=torch.float64).to(
+                DEVICE, dtype
+            ),
+            "lm_head_weight": torch.randn(VOCAB, HIDDEN, generator=generator, dtype=torch.float64).to(
+                DEVICE, dtype
+            ),
             "fingerprint": "target-a",
         }
         return TargetFacts(**fields | changes)

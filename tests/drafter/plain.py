@@ -13,6 +13,7 @@ from drafter.attention import AttentionPlan
 from drafter.dflash import BlockDrafter
 from drafter.proposal import DraftBlock, DraftChoice, Proposal
 from kvmanager.layout import KvGeometry
+from tests.device import DEVICE
 from workers.attention.torch import TorchPagedAttention
 from workers.storage import KvStorage
 
@@ -44,7 +45,7 @@ def plain_hidden(
 
     context = norm(taps_TX.double() @ weights["fc.weight"].T, "hidden_norm.weight")
     ids = torch.tensor([anchor] + [_drafting(raw)["mask_token_id"]] * (block - 1))
-    x = embed_VH[ids].double()
+    x = embed_VH.cpu()[ids].double()
     here, all_positions = torch.arange(start, start + block), torch.arange(start + block)
     for layer in range(raw["num_hidden_layers"]):
         at = f"layers.{layer}."
@@ -84,7 +85,7 @@ class Paged:
             element_bytes=dtype.itemsize,
         )
         self.drafter = drafter
-        self.storage = KvStorage(geometry, 1 + num_requests * 16, dtype)
+        self.storage = KvStorage(geometry, 1 + num_requests * 16, dtype, DEVICE)
         self.attention = TorchPagedAttention(self.storage)
         order = torch.randperm(num_requests * 16, generator=torch.Generator().manual_seed(0)) + 1
         self.rows = order.view(num_requests, 16).int()
@@ -92,16 +93,17 @@ class Paged:
     def append(self, request: int, taps_TX: Tensor, start: int) -> None:
         count = taps_TX.shape[0]
         plan = self.attention.plan(self.rows[request][None], [count], [start + count], causal=False)
-        self.drafter.append_context(taps_TX, torch.arange(start, start + count), self.attention, plan)
+        positions = torch.arange(start, start + count, device=DEVICE)
+        self.drafter.append_context(taps_TX.to(DEVICE), positions, self.attention, plan)
 
     def logits(self, requests: list[int], anchors: list[int], starts: list[int], num_draft: int) -> Tensor:
         """Logits [B, K, V]."""
-        return self.block(requests, anchors, starts, num_draft).logits_BKV
+        return self.block(requests, anchors, starts, num_draft).logits_BKV.cpu()
 
     def block(self, requests: list[int], anchors: list[int], starts: list[int], num_draft: int) -> DraftBlock:
         where = self._where(requests, starts)
         return self.drafter.block(
-            torch.tensor(anchors), where.positions_T, num_draft, self.attention, where.plan
+            torch.tensor(anchors, device=DEVICE), where.positions_T, num_draft, self.attention, where.plan
         )
 
     def choose(
@@ -109,7 +111,12 @@ class Paged:
     ) -> Proposal:
         where = self._where(requests, starts)
         return self.drafter.propose(
-            torch.tensor(anchors), where.positions_T, num_draft, self.attention, where.plan, choice
+            torch.tensor(anchors, device=DEVICE),
+            where.positions_T,
+            num_draft,
+            self.attention,
+            where.plan,
+            choice,
         )
 
     def _where(self, requests: list[int], starts: list[int]) -> _Where:
@@ -118,7 +125,7 @@ class Paged:
             self.rows[requests], [self.drafter.block_size] * len(requests), ends, causal=False
         )
         positions = torch.cat([torch.arange(start, start + self.drafter.block_size) for start in starts])
-        return _Where(positions, plan)
+        return _Where(positions.to(DEVICE), plan)
 
 
 def random_taps(count: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:

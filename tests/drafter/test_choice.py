@@ -8,7 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafter.choice import ChoiceRule, choose, filtered, gumbel, noise_key
+from drafter.choice import (
+    ChoiceRule,
+    choose,
+    choose_rows,
+    filtered,
+    gumbel,
+    noise_key,
+    noise_keys,
+    rule_rows,
+)
 
 DRAWS = 20_000
 # Noise of token ids 0, 1, 49151 at (seed, position) = (0, 0), (7, 1), (2**63, 4096), (-1, 5).
@@ -174,3 +183,33 @@ def test_the_filter_changes_no_choice_it_does_not_forbid() -> None:
 def test_lengths_that_disagree_are_refused() -> None:
     with pytest.raises(ValueError, match="2 rows of logits, 1 rules"):
         choose(torch.zeros(2, 3), [ChoiceRule()], [0, 1])
+
+
+RULES = [
+    ChoiceRule(),
+    ChoiceRule(temperature=1.0, seed=5),
+    ChoiceRule(temperature=0.7, top_k=40, seed=6),
+    ChoiceRule(temperature=0.7, top_p=0.9, seed=7),
+    ChoiceRule(temperature=0.5, top_k=50, top_p=0.8, seed=2**63 + 9),
+    ChoiceRule(temperature=2.0, top_p=0.999, seed=3),
+]
+
+
+@pytest.mark.parametrize("vocab", [264, 5000])
+@pytest.mark.parametrize("rules", [RULES, RULES[:1], RULES[:2], RULES[2:4]], ids=len)
+def test_rows_chosen_without_asking_the_device_are_chosen_alike(vocab: int, rules: list[ChoiceRule]) -> None:
+    rules = rules * 4
+    logits = torch.randn(len(rules), vocab, generator=torch.Generator().manual_seed(1)) * 4
+    positions = list(range(100, 100 + len(rules)))
+    rows = rule_rows(rules, positions, torch.device("cpu"))
+    found, final = choose_rows(logits, rows)
+    expected = choose(logits, rules, positions)
+    assert torch.equal(found[final], expected[final])
+    wide = torch.tensor([rule.top_p == 0.999 and vocab > 512 for rule in rules])
+    assert torch.equal(final, ~wide), "only a filter that keeps more than is looked at is left open"
+
+
+def test_keys_of_many_rows_are_the_keys_of_each() -> None:
+    seeds, positions = [0, 1, 2**63 + 9, 7], [0, 5, 2**31, 99]
+    keys = noise_keys(seeds, positions).tolist()
+    assert [tuple(key) for key in keys] == [noise_key(*pair) for pair in zip(seeds, positions, strict=True)]

@@ -24,7 +24,7 @@ def plain_block(
 ) -> Tensor:
     """Logits of all slots [S, V]."""
     hidden = plain_hidden(raw, weights, target.embed_weight, taps_TX, anchor)
-    return hidden @ target.lm_head_weight.double().T
+    return hidden @ target.lm_head_weight.cpu().double().T
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-3)])

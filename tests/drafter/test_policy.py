@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from drafter.policy import BlockLengthPolicy
+from drafter.policy import BlockLengthPolicy, PolicyMode
 from kvmanager.ids import RequestId
 
 MAX = 7
@@ -179,3 +179,10 @@ def test_negative_numbers_are_refused() -> None:
         BlockLengthPolicy(-1)
     with pytest.raises(ValueError, match="negative"):
         BlockLengthPolicy(7, -2)
+
+
+@pytest.mark.parametrize(
+    ("mode", "possible"), [("full", [7]), ("adaptive", list(range(8))), (3, [3]), (20, [7]), (0, [0])]
+)
+def test_what_a_policy_may_ask_for_is_known_before(mode: PolicyMode | int, possible: list[int]) -> None:
+    assert list(BlockLengthPolicy(7, mode).possible()) == possible

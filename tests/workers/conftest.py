@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from cluster.prompt_sets import builtin_prompts
+from tests.device import DEVICE_NAME
 from tests.workers.random_pair import load_random_pair
 from workers.assembly import Models, load_models
 from workers.config import PairSpec, WorkerConfig
@@ -15,7 +16,7 @@ from workers.tokenizer import Tokenizer
 @pytest.fixture(scope="session")
 def models() -> Models:
     torch.set_num_threads(1)
-    return load_models(WorkerConfig(role="aggregated", pair=PairSpec(name="tiny")))
+    return load_models(WorkerConfig(role="aggregated", pair=PairSpec(name="tiny"), device=DEVICE_NAME))
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,7 @@ class PagedDecoder:
             element_bytes=decoder.dtype.itemsize,
         )
         pages_each = geometry.pages_for(max_positions)
-        storage = KvStorage(geometry, 1 + num_requests * pages_each, decoder.dtype)
+        storage = KvStorage(geometry, 1 + num_requests * pages_each, decoder.dtype, decoder.device)
         storage.pool.fill_(float("nan"))  # what was never written must never be read
         self.decoder = decoder
         self.attention = TorchPagedAttention(storage)
@@ -46,8 +46,11 @@ class PagedDecoder:
         starts = [self.lengths[request] for request in requests]
         kv_lens = [start + q_len for start, q_len in zip(starts, q_lens, strict=True)]
         plan = self.attention.plan(self.page_rows[requests], q_lens, kv_lens, causal=True)
-        tokens = torch.tensor([token for request in requests for token in chunks[request]])
-        positions = torch.cat([torch.arange(a, b) for a, b in zip(starts, kv_lens, strict=True)])
+        device = self.decoder.device
+        tokens = torch.tensor([token for request in requests for token in chunks[request]], device=device)
+        positions = torch.cat(
+            [torch.arange(a, b, device=device) for a, b in zip(starts, kv_lens, strict=True)]
+        )
         output = self.decoder.forward(tokens, positions, self.attention, plan, taps)
         if commit:
             for request, kv_len in zip(requests, kv_lens, strict=True):

@@ -11,8 +11,10 @@ import torch
 from drafter.checkpoint import TargetFacts, load_drafter, save_drafter, tensor_shapes
 from drafter.config import DrafterConfig
 from drafter.fingerprint import drafter_fingerprint
+from tests.device import DEVICE
 from tests.workers.tiny_checkpoints import config_of, random_tensors, write_directory
 from workers.assembly import Models
+from workers.backend import TorchBackend
 from workers.models.load import load_decoder
 from workers.pairs import ModelPair
 
@@ -36,7 +38,7 @@ def load_random_pair(directory: Path, drafting: Mapping[str, Any] | None = None)
         eos_token_id=2,
     )
     target = write_directory(directory / "target", config, random_tensors(config, seed=1))
-    decoder = load_decoder(target, torch.float64)
+    decoder = load_decoder(target, torch.float64, DEVICE)
     draft_config = {**_draft_config(), **(drafting or {})}
     generator = torch.Generator().manual_seed(2)
     tensors = {
@@ -54,7 +56,8 @@ def load_random_pair(directory: Path, drafting: Mapping[str, Any] | None = None)
         fingerprint=decoder.fingerprint,
     )
     pair = ModelPair("random", target, drafter_path)
-    return Models(pair, decoder, load_drafter(drafter_path, facts), drafter_fingerprint(drafter_path))
+    drafter = load_drafter(drafter_path, facts)
+    return Models(pair, decoder, drafter, drafter_fingerprint(drafter_path), TorchBackend(DEVICE))
 
 
 def dspark(kind: str, **more: Any) -> dict[str, Any]:

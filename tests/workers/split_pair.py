@@ -10,6 +10,7 @@ import torch
 
 from kvmanager.ids import RequestId, WorkerEpoch
 from kvmanager.ledger import LedgerUsage
+from tests.device import copy_memory
 from transceiver.endpoint import Endpoint, Identity
 from transceiver.loopback import Faults, LoopbackHub, LoopbackTransport
 from transceiver.port import TransferPort
@@ -102,7 +103,7 @@ class SplitPair:
         seed: int = 0,
         timing: Timing | None = None,
     ) -> None:
-        self.hub = LoopbackHub(seed=seed, faults=faults)
+        self.hub = LoopbackHub(seed=seed, faults=faults, move=copy_memory)
         self._ids = itertools.count()
         self._timing = timing
         self._builds = {

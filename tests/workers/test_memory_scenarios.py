@@ -7,7 +7,7 @@ import pytest
 
 from kvmanager.layout import DraftKv
 from tests.workers.split_pair import Outcome, SplitPair, config, run_aggregated
-from workers import assembly as assembly_module
+from workers import memory as memory_module
 from workers.assembly import Models, build
 from workers.config import MemoryFraction, WorkerConfig
 from workers.errors import ModelMismatch
@@ -99,7 +99,7 @@ def test_s44_target_and_draft_pools_together_stay_inside_the_budget(
     models: Models, monkeypatch: pytest.MonkeyPatch, draft_kv: DraftKv, budget_mib: int
 ) -> None:
     """Half of what is free, for both: not half for each, and draft layers are counted once."""
-    monkeypatch.setattr(assembly_module, "free_memory_bytes", lambda: 2 * budget_mib * MIB)
+    monkeypatch.setattr(memory_module, "free_memory_bytes", lambda: 2 * budget_mib * MIB)
     asked = msgspec.structs.replace(
         config("aggregated", draft_kv=draft_kv, max_batch=2), kv=MemoryFraction(fraction=0.5), max_seq_len=128
     )
@@ -120,7 +120,7 @@ def test_s44_target_and_draft_pools_together_stay_inside_the_budget(
 def test_s44_a_budget_that_cannot_start_says_so_with_its_numbers(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(assembly_module, "free_memory_bytes", lambda: 64 * 1024)
+    monkeypatch.setattr(memory_module, "free_memory_bytes", lambda: 64 * 1024)
     asked = msgspec.structs.replace(config("aggregated"), kv=MemoryFraction(fraction=0.5))
     with pytest.raises(ModelMismatch, match="the KV budget is 32768 B") as caught:
         build(asked, models)

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from kvmanager.layout import KvGeometry
+from tests.device import DEVICE
 from workers.attention.torch import TorchPagedAttention
 from workers.storage import KvStorage
 
@@ -21,7 +22,7 @@ class Pool:
             element_bytes=dtype.itemsize,
         )  # fmt: skip
         pages_each = geometry.pages_for(max(kv_lens)) + 1
-        storage = KvStorage(geometry, len(kv_lens) * pages_each, dtype)
+        storage = KvStorage(geometry, len(kv_lens) * pages_each, dtype, DEVICE)
         storage.pool.fill_(float("nan"))
         self.storage = storage
         self.attention = TorchPagedAttention(storage)
@@ -29,13 +30,13 @@ class Pool:
         order = torch.randperm(len(kv_lens) * pages_each, generator=generator)
         self.page_rows = order.view(len(kv_lens), pages_each).to(torch.int32)
         shape = (LAYERS, len(kv_lens), max(kv_lens), KV_HEADS, HEAD_DIM)
-        self.keys = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-        self.values = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        self.keys = torch.randn(shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
+        self.values = torch.randn(shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
         self.queries = torch.randn(
             (len(kv_lens), max(kv_lens), KV_HEADS * SHARED, HEAD_DIM),
             generator=generator,
             dtype=torch.float64,
-        ).to(dtype)
+        ).to(DEVICE, dtype)
 
     def write(self, upto: list[int]) -> None:
         """Write positions 0 .. upto[b] - 1 of every request that has any."""
@@ -140,7 +141,7 @@ def test_scratch_positions_past_the_committed_length_are_overwritten() -> None:
     pool.write([8])
     block = pool.attention.plan(pool.page_rows, [4], [12], causal=False)
     for layer in range(LAYERS):
-        rubbish = torch.full((4, KV_HEADS, HEAD_DIM), 1e6, dtype=torch.float64)
+        rubbish = torch.full((4, KV_HEADS, HEAD_DIM), 1e6, dtype=torch.float64, device=DEVICE)
         pool.attention.write(layer, rubbish, rubbish, block)
     pool.kv_lens = [10]
     torch.testing.assert_close(pool.attend([2], True), pool.expected([2], True), rtol=0, atol=1e-12)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafter.attention import AttentionPlan, PagedAttention
-from drafter.layers import RotaryTable, Rotation, rms_norm, rotate, swiglu
+from drafter.layers import TORCH_OPS, LayerOps, RotaryTable, Rotation
 from drafter.linear import Linear
 from workers.models.config import ModelConfig
 
@@ -60,8 +60,11 @@ class DecoderOutput(NamedTuple):
 class Decoder:
     """A loaded target. Weights never change; calls are pure but for the pages that `attention` writes."""
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights, fingerprint: str) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: DecoderWeights, fingerprint: str, ops: LayerOps = TORCH_OPS
+    ) -> None:
         self.config = config
+        self._ops = ops
         self.fingerprint = fingerprint
         self.embed_weight = weights.embed
         self.lm_head = weights.lm_head
@@ -100,23 +103,25 @@ class Decoder:
         for tap in tap_layer_ids:
             if not -1 <= tap < self.config.num_layers:
                 raise ValueError(f"tap layer {tap} is outside -1 .. {self.config.num_layers - 1}")
-        eps = self.config.rms_norm_eps
+        eps, ops = self.config.rms_norm_eps, self._ops
         rotation = self._rotary.at(positions_T)
-        hidden = F.embedding(token_ids_T, self.embed_weight)
-        tapped: dict[int, Tensor] = {-1: hidden}
-        for index, layer in enumerate(self._layers):
-            mixed = self._attention(index, rms_norm(hidden, layer.input_norm, eps), rotation, attention, plan)
-            hidden = hidden + mixed
-            gate_up = layer.gate_up(rms_norm(hidden, layer.post_attention_norm, eps))
-            hidden = hidden + layer.down(swiglu(gate_up))
+        residual = F.embedding(token_ids_T, self.embed_weight)
+        normed = ops.rms_norm(residual, self._layers[0].input_norm, eps)
+        norms_after = [*(layer.input_norm for layer in self._layers[1:]), self._final_norm]
+        tapped: dict[int, Tensor] = {-1: residual}
+        for index, (layer, norm_after) in enumerate(zip(self._layers, norms_after, strict=True)):
+            mixed = self._attention(index, normed, rotation, attention, plan)
+            normed, residual = ops.add_rms_norm(mixed, residual, layer.post_attention_norm, eps)
+            moved = layer.down(ops.swiglu(layer.gate_up(normed)))
+            normed, residual = ops.add_rms_norm(moved, residual, norm_after, eps)
             if index in tap_layer_ids:
-                tapped[index] = hidden
+                tapped[index] = residual
         taps = torch.cat([tapped[tap] for tap in tap_layer_ids], dim=-1) if tap_layer_ids else None
-        return DecoderOutput(rms_norm(hidden, self._final_norm, eps), taps)
+        return DecoderOutput(normed, taps)
 
-    def logits(self, hidden_NH: Tensor) -> Tensor:
-        """Scores over the vocabulary, [N, V], of rows of `DecoderOutput.hidden_TH`."""
-        return self.lm_head(hidden_NH)
+    def logits(self, hidden_NH: Tensor, out_NV: Tensor | None = None) -> Tensor:
+        """Scores over the vocabulary, [N, V], of rows of `DecoderOutput.hidden_TH`; written to `out_NV` if given."""
+        return self.lm_head(hidden_NH, out_NV)
 
     def _attention(
         self, index: int, x_TH: Tensor, rotation: Rotation, attention: PagedAttention, plan: AttentionPlan
@@ -124,15 +129,10 @@ class Decoder:
         config, layer = self.config, self._layers[index]
         q_heads, kv_heads = config.num_heads, config.num_kv_heads
         fused = layer.qkv(x_TH).view(-1, q_heads + 2 * kv_heads, config.head_dim)
-        v_THD = fused[:, q_heads + kv_heads :]
+        norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
-            q_THD = rotate(rms_norm(fused[:, :q_heads], layer.q_norm, config.rms_norm_eps), rotation)
-            k_THD = rotate(
-                rms_norm(fused[:, q_heads : q_heads + kv_heads], layer.k_norm, config.rms_norm_eps), rotation
-            )
-        else:
-            q_and_k = rotate(fused[:, : q_heads + kv_heads], rotation)
-            q_THD, k_THD = q_and_k[:, :q_heads], q_and_k[:, q_heads:]
+            norms = (layer.q_norm, layer.k_norm)
+        q_THD, k_THD, v_THD = self._ops.heads(fused, q_heads, kv_heads, norms, config.rms_norm_eps, rotation)
         attention.write(index, k_THD, v_THD, plan)
         attended = attention.attend(index, q_THD, plan)
         return layer.output(attended.reshape(x_TH.shape[0], -1))

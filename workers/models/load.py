@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from drafter.layers import TORCH_OPS, LayerOps
 from drafter.linear import Linear
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder, DecoderWeights, LayerWeights
@@ -23,8 +24,12 @@ from workers.models.source import TensorSource, check_tensors
 _THREADS = 2  # expanding quantized weights spends half its time outside the interpreter lock
 
 
-def load_decoder(path: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
+def load_decoder(
+    path: Path, dtype: torch.dtype, device: torch.device | str = "cpu", ops: LayerOps = TORCH_OPS
+) -> Decoder:
     """Load a target in `dtype` (float32, float64, bfloat16 or float16) on `device`.
+
+    `ops`: how that device computes what lies between matrix products.
 
     Raises CheckpointError, which names the file and the tensor or field, for anything that is missing,
     misshapen or not supported.
@@ -32,7 +37,7 @@ def load_decoder(path: Path, dtype: torch.dtype, device: torch.device | str = "c
     source = _open(Path(path))
     shapes = check_tensors(source)
     weights = _Assembly(source, shapes, dtype, torch.device(device)).weights()
-    return Decoder(source.config, weights, source.fingerprint())
+    return Decoder(source.config, weights, source.fingerprint(), ops)
 
 
 def load_config(path: Path) -> ModelConfig:

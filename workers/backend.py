@@ -1,0 +1,179 @@
+"""What computes on a worker's device: chosen once, when its models are loaded, and asked for each part after that.
+
+    torch        any device, dtype and head size; every operation launched from Python
+    flashinfer   GPUs, bfloat16 and float16, heads of 64, 128 or 256: flashinfer's attention, fused kernels between the
+                 matrix products, decode steps as captured graphs
+
+`choose_backend` is the rule, pure. flashinfer and Triton are imported only where they are used.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+from drafter.dflash import BlockDrafter
+from drafter.layers import TORCH_OPS, LayerOps
+from kvmanager.layout import PoolLayout
+from kvmanager.ledger import KvLedger
+from workers.attention.torch import TorchPagedAttention
+from workers.errors import ModelMismatch
+from workers.models.decoder import Decoder
+from workers.runner import ModelRunner
+from workers.sampler import Sampler
+from workers.step import DecodeStep, EagerStep
+from workers.storage import KvPool
+from workers.working import WorkingSet
+
+BackendName = Literal["torch", "flashinfer"]
+
+_FLASHINFER_DTYPES = (torch.bfloat16, torch.float16)
+_FLASHINFER_HEAD_DIMS = (64, 128, 256)
+
+
+def choose_backend(device: torch.device, dtype: torch.dtype, head_dims: Iterable[int]) -> BackendName:
+    """Which back end serves models whose heads have these sizes."""
+    able = device.type == "cuda" and dtype in _FLASHINFER_DTYPES
+    return "flashinfer" if able and all(dim in _FLASHINFER_HEAD_DIMS for dim in head_dims) else "torch"
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """A worker's KV pools. `draft` is None without a drafter."""
+
+    target: KvPool
+    draft: KvPool | None
+    layout: PoolLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Computing:
+    """What an engine calls: prefill and plain forwards through `runner`, decode steps through `step`."""
+
+    runner: ModelRunner
+    step: DecodeStep
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What is to compute. `drafter` is None when nothing is drafted."""
+
+    decoder: Decoder
+    drafter: BlockDrafter | None
+    ledger: KvLedger
+    sampler: Sampler
+
+
+class Backend(Protocol):
+    """Computes on one device."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def ops(self) -> LayerOps:
+        """What models are loaded with."""
+
+    def working_bytes(self, working: WorkingSet) -> int:
+        """Memory that computing takes beside weights and pools, at most."""
+
+    def bind(self, loaded: Loaded, pools: Pools, working: WorkingSet, *, decodes: bool) -> Computing:
+        """Tie models to pools. Raises LayoutRefused for pools that cannot be read in their layout."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchBackend:
+    """Plain torch on `device`."""
+
+    device: torch.device
+
+    @property
+    def ops(self) -> LayerOps:
+        return TORCH_OPS
+
+    def working_bytes(self, working: WorkingSet) -> int:
+        return 0 if self.device.type == "cpu" else working.eager_bytes
+
+    def bind(self, loaded: Loaded, pools: Pools, working: WorkingSet, *, decodes: bool) -> Computing:
+        runner = ModelRunner(
+            decoder=loaded.decoder,
+            target_attention=TorchPagedAttention(pools.target, pools.layout),
+            drafter=loaded.drafter,
+            draft_attention=None if pools.draft is None else TorchPagedAttention(pools.draft, pools.layout),
+            ledger=loaded.ledger,
+            device=self.device,
+        )
+        return Computing(runner, _eager(loaded, runner))
+
+
+@dataclass(frozen=True, slots=True)
+class FlashInferBackend:
+    """flashinfer, fused kernels and captured graphs on a CUDA device."""
+
+    device: torch.device
+    ops: LayerOps
+
+    def working_bytes(self, working: WorkingSet) -> int:
+        return working.captured_bytes(_multiprocessors(self.device))
+
+    def bind(self, loaded: Loaded, pools: Pools, working: WorkingSet, *, decodes: bool) -> Computing:
+        from workers.attention.flashinfer import FlashInferPagedAttention, Workspace
+        from workers.captured import CapturedStep, StepParts
+
+        workspace = Workspace(working.attention_bytes(_multiprocessors(self.device)), self.device)
+        target = FlashInferPagedAttention(pools.target, pools.layout, workspace)
+        draft = None
+        if pools.draft is not None:
+            draft = FlashInferPagedAttention(pools.draft, pools.layout, workspace)
+        runner = ModelRunner(
+            decoder=loaded.decoder,
+            target_attention=target,
+            drafter=loaded.drafter,
+            draft_attention=draft,
+            ledger=loaded.ledger,
+            device=self.device,
+        )
+        if not decodes:
+            return Computing(runner, _eager(loaded, runner))
+        parts = StepParts(
+            runner=runner,
+            sampler=loaded.sampler,
+            ledger=loaded.ledger,
+            decoder=loaded.decoder,
+            target_attention=target,
+            drafter=loaded.drafter,
+            draft_attention=draft,
+            max_batch=working.max_batch,
+        )
+        return Computing(runner, CapturedStep(parts))
+
+
+TORCH_ON_CPU: Backend = TorchBackend(torch.device("cpu"))
+
+
+def make_backend(device: torch.device, dtype: torch.dtype, head_dims: Iterable[int]) -> Backend:
+    """The back end that `choose_backend` names. Raises ModelMismatch when its packages are not installed."""
+    if choose_backend(device, dtype, head_dims) == "torch":
+        return TorchBackend(device)
+    missing = [name for name in ("flashinfer", "triton") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ModelMismatch(
+            f"{dtype} on a GPU needs {' and '.join(missing)}: pip install 'slipstream-serve[gpu]'",
+            field="device",
+        )
+    from workers.fused import FusedOps
+
+    return FlashInferBackend(device, FusedOps())
+
+
+def _eager(loaded: Loaded, runner: ModelRunner) -> EagerStep:
+    return EagerStep(runner=runner, sampler=loaded.sampler, ledger=loaded.ledger, clock=time.perf_counter)
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,31 @@
+"""Where a worker computes. A worker has one device: the only GPU that its process may see, or the CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from workers.device_name import DeviceName
+from workers.errors import ModelMismatch
+
+
+def compute_device(name: DeviceName) -> torch.device:
+    """`auto`: the GPU when there is one. Ray shows a process just the GPUs it was given, so the first is its own.
+
+    Raises ModelMismatch when a GPU is asked for and none can be used.
+    """
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ModelMismatch(
+            "device is 'cuda', but this process sees no GPU that its torch can use: see 'slipstream doctor'",
+            field="device",
+        )
+    return torch.device("cuda", 0)
+
+
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """A CPU tensor on `device`. To a GPU it goes from pinned memory, so that the host need not wait for it."""
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,220 @@
+"""`LayerOps` on a GPU: what lies between two matrix products, one Triton kernel each; and the store of K and V.
+
+A decode step of few tokens is bound by reading weights once, and every kernel between two products adds its launch and
+one more pass over the activations. So the residual sum and its norm are one kernel, and so are the head norms and the
+rotation. Sums are taken in float32, results rounded once.
+
+Each kernel reads its inputs before it writes, and writes to memory of its own: a program may read what another
+program owns. Kernels are compiled when first called, and nothing here synchronises with the host.
+
+Shapes: T tokens, H hidden size, I intermediate size, N heads of a projection, D head_dim (a power of two).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from drafter.layers import Heads, Rotation
+
+_HEADS_AT_ONCE = 8
+_COLUMNS_AT_ONCE = 1024
+
+
+@triton.jit
+def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, x_stride, size, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, axis=0) / size + eps)
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * size + columns, x * scale * weight, mask=inside)
+
+
+@triton.jit
+def _add_rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, size, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    x = tl.load(x_ptr + row * size + columns, mask=inside, other=0.0).to(tl.float32)
+    residual = tl.load(residual_ptr + row * size + columns, mask=inside, other=0.0).to(tl.float32)
+    # The norm is that of the sum as stored, so that it does not depend on who computed the sum.
+    total = (x + residual).to(total_ptr.dtype.element_ty)
+    tl.store(total_ptr + row * size + columns, total, mask=inside)
+    wide = total.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * size + columns, wide * scale * weight, mask=inside)
+
+
+@triton.jit
+def _swiglu_kernel(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < size
+    gate = tl.load(gate_up_ptr + row * 2 * size + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * 2 * size + size + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * size + columns, gate / (1.0 + tl.exp(-gate)) * up, mask=inside)
+
+
+@triton.jit
+def _heads_kernel(
+    fused_ptr,
+    out_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    fused_stride,
+    num_heads,
+    num_rotated,
+    eps,
+    NORMED: tl.constexpr,
+    D: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    elements = tl.arange(0, D)
+    partners = (elements + D // 2) % D
+    inside = (heads < num_rotated)[:, None] & (elements < D)[None, :]
+    base = fused_ptr + token * fused_stride + heads[:, None] * D
+    x = tl.load(base + elements[None, :], mask=inside, other=0.0).to(tl.float32)
+    swapped = tl.load(base + partners[None, :], mask=inside, other=0.0).to(tl.float32)
+    if NORMED:
+        scale = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
+        is_q = (heads < num_heads)[:, None]
+        q_weight = tl.load(q_norm_ptr + elements).to(tl.float32)[None, :]
+        k_weight = tl.load(k_norm_ptr + elements).to(tl.float32)[None, :]
+        x = x * scale * tl.where(is_q, q_weight, k_weight)
+        q_partner = tl.load(q_norm_ptr + partners).to(tl.float32)[None, :]
+        k_partner = tl.load(k_norm_ptr + partners).to(tl.float32)[None, :]
+        swapped = swapped * scale * tl.where(is_q, q_partner, k_partner)
+    cos = tl.load(cos_ptr + token * D + elements).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + token * D + elements).to(tl.float32)[None, :]
+    out = out_ptr + (token * num_rotated + heads[:, None]) * D + elements[None, :]
+    tl.store(out, x * cos + swapped * sin, mask=inside)
+
+
+@triton.jit
+def _store_kernel(
+    k_ptr,
+    v_ptr,
+    plane_ptr,
+    offsets_ptr,
+    k_stride,
+    v_stride,
+    head_elements,
+    plane_elements,
+    num_heads,
+    D: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.arange(0, HEADS)
+    elements = tl.arange(0, D)
+    inside = (heads < num_heads)[:, None] & (elements < D)[None, :]
+    at = heads[:, None] * D + elements[None, :]
+    k = tl.load(k_ptr + token * k_stride + at, mask=inside, other=0.0)
+    v = tl.load(v_ptr + token * v_stride + at, mask=inside, other=0.0)
+    place = plane_ptr + tl.load(offsets_ptr + token) + heads[:, None] * head_elements + elements[None, :]
+    tl.store(place, k, mask=inside)
+    tl.store(place + plane_elements, v, mask=inside)
+
+
+def store_kv(k_THD: Tensor, v_THD: Tensor, layer_pages: Tensor, offsets_T: Tensor) -> None:
+    """Write a step's keys and values into one layer of a pool.
+
+    k_THD, v_THD: [T, kv_heads, D], heads adjacent, tokens any stride apart. layer_pages: the pool's view of the layer,
+    [pages, 2, kv_heads, page_size, D]. offsets_T: int64, where kv head 0 of each token's key lies in that view, in
+    elements.
+    """
+    num_tokens, num_heads, head_dim = k_THD.shape
+    _store_kernel[(num_tokens,)](
+        k_THD,
+        v_THD,
+        layer_pages,
+        offsets_T,
+        k_THD.stride(0),
+        v_THD.stride(0),
+        layer_pages.stride(2),
+        layer_pages.stride(1),
+        num_heads,
+        D=head_dim,
+        HEADS=triton.next_power_of_2(num_heads),
+        num_warps=_warps(triton.next_power_of_2(num_heads * head_dim)),
+    )
+
+
+class FusedOps:
+    """`LayerOps` for bfloat16 and float16 on a CUDA device."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        size = x.shape[-1]
+        rows = x.reshape(-1, size)
+        out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+        _rms_norm_kernel[(rows.shape[0],)](rows, weight, out, rows.stride(0), size, eps, **_row(size))
+        return out.view(x.shape)
+
+    def add_rms_norm(
+        self, x_TH: Tensor, residual_TH: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        size = x_TH.shape[-1]
+        normed_TH, total_TH = torch.empty_like(x_TH), torch.empty_like(x_TH)
+        _add_rms_norm_kernel[(x_TH.shape[0],)](
+            x_TH, residual_TH, weight, normed_TH, total_TH, size, eps, **_row(size)
+        )
+        return normed_TH, total_TH
+
+    def swiglu(self, gate_up_T2I: Tensor) -> Tensor:
+        num_tokens, size = gate_up_T2I.shape[0], gate_up_T2I.shape[1] // 2
+        out_TI = torch.empty((num_tokens, size), dtype=gate_up_T2I.dtype, device=gate_up_T2I.device)
+        grid = (num_tokens, triton.cdiv(size, _COLUMNS_AT_ONCE))
+        _swiglu_kernel[grid](gate_up_T2I, out_TI, size, BLOCK=_COLUMNS_AT_ONCE, num_warps=4)
+        return out_TI
+
+    def heads(
+        self,
+        fused_TND: Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        rotation: Rotation,
+    ) -> Heads:
+        num_tokens, _, head_dim = fused_TND.shape
+        rotated = num_heads + num_kv_heads
+        out_TND = torch.empty((num_tokens, rotated, head_dim), dtype=fused_TND.dtype, device=fused_TND.device)
+        q_norm, k_norm = norms if norms is not None else (fused_TND, fused_TND)  # unread without norms
+        _heads_kernel[(num_tokens, triton.cdiv(rotated, _HEADS_AT_ONCE))](
+            fused_TND,
+            out_TND,
+            rotation.cos_T1D,
+            rotation.sin_T1D,
+            q_norm,
+            k_norm,
+            fused_TND.stride(0),
+            num_heads,
+            rotated,
+            eps,
+            NORMED=norms is not None,
+            D=head_dim,
+            HEADS=_HEADS_AT_ONCE,
+            num_warps=_warps(_HEADS_AT_ONCE * head_dim),
+        )
+        return Heads(out_TND[:, :num_heads], out_TND[:, num_heads:], fused_TND[:, rotated:])
+
+
+def _row(size: int) -> dict[str, Any]:
+    block = triton.next_power_of_2(size)
+    return {"BLOCK": block, "num_warps": _warps(block)}
+
+
+def _warps(elements: int) -> int:
+    """About eight elements a thread."""
+    return min(max(elements // 256, 1), 8)
