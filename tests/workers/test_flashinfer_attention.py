@@ -1,0 +1,220 @@
+"""flashinfer against torch over the same pages: both layouts of a pool, both forms of the drafter's KV, all steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from drafter.attention import PagedAttention
+from kvmanager.layout import KvGeometry, PoolLayout
+from workers.attention.torch import TorchPagedAttention
+from workers.storage import KvStorage, KvView
+
+pytestmark = pytest.mark.gpu
+
+LAYERS, KV_HEADS, PAGE = 3, 2, 16
+TOLERANCE = 0.02  # bfloat16 keeps eight bits
+STEPS = [
+    pytest.param([1], [1], id="first token"),
+    pytest.param([1, 1, 1], [7, 16, 17], id="decode at page edges"),
+    pytest.param([8, 8, 8, 8], [8, 30, 200, 1000], id="block, with and without context"),
+    pytest.param([16, 16], [48, 33], id="block that crosses a page"),
+    pytest.param([300], [300], id="whole prompt"),
+    pytest.param([100], [260], id="later chunk"),
+    pytest.param([1, 5, 64, 4], [9, 5, 64, 500], id="ragged"),
+]
+
+
+class Pages:
+    """The same random keys and values in a bfloat16 pool for flashinfer and in a float32 one for torch."""
+
+    def __init__(
+        self, kv_lens: Sequence[int], head_dim: int, shared: int, layout: PoolLayout, *, unified: bool
+    ) -> None:
+        from workers.attention.flashinfer import FlashInferPagedAttention, Workspace
+
+        self.generator = torch.Generator("cuda").manual_seed(5)
+        self.kv_lens = list(kv_lens)
+        self.shape = (KV_HEADS, head_dim)
+        self.num_heads = KV_HEADS * shared
+        pages_each = -(-max(kv_lens) // PAGE) + 1
+        order = torch.randperm(len(kv_lens) * pages_each, generator=torch.Generator().manual_seed(1)) + 1
+        self.rows = order.view(len(kv_lens), pages_each).to(torch.int32)
+        num_pages = 1 + len(kv_lens) * pages_each
+        exact = KvStorage(self._geometry(head_dim, 4), num_pages, torch.float32, "cuda")
+        here = self._pool(num_pages, head_dim, unified=unified)
+        here.pool.fill_(float("nan"))  # what was never written must never be read
+        here.pool[0] = 0  # but the dummy page's, by padding
+        self.workspace = Workspace(128 << 20, torch.device("cuda"))
+        self.flashinfer = FlashInferPagedAttention(here, layout, self.workspace)
+        self.torch = TorchPagedAttention(exact)
+        self._fill()
+
+    def _geometry(self, head_dim: int, element_bytes: int) -> KvGeometry:
+        return KvGeometry(
+            num_layers=LAYERS,
+            num_kv_heads=KV_HEADS,
+            head_dim=head_dim,
+            page_size=PAGE,
+            element_bytes=element_bytes,
+        )
+
+    def _pool(self, num_pages: int, head_dim: int, *, unified: bool) -> KvStorage | KvView:
+        geometry = self._geometry(head_dim, 2)
+        if not unified:
+            return KvStorage(geometry, num_pages, torch.bfloat16, "cuda")
+        storage = KvStorage(geometry, num_pages, torch.bfloat16, "cuda", appended=geometry)
+        assert storage.appended is not None
+        return storage.appended
+
+    def random(self, num_tokens: int, num_heads: int) -> Tensor:
+        shape = (num_tokens, num_heads, self.shape[1])
+        return torch.randn(shape, generator=self.generator, device="cuda").to(torch.bfloat16)
+
+    def _fill(self) -> None:
+        for attention, plan in self._plans(self.kv_lens, self.kv_lens, causal=True):
+            self.generator.manual_seed(6)
+            for layer in range(LAYERS):
+                k, v = self.random(sum(self.kv_lens), KV_HEADS), self.random(sum(self.kv_lens), KV_HEADS)
+                dtype = torch.bfloat16 if attention is self.flashinfer else torch.float32
+                attention.write(layer, k.to(dtype), v.to(dtype), plan)
+
+    def _plans(
+        self, q_lens: Sequence[int], kv_lens: Sequence[int], causal: bool
+    ) -> list[tuple[PagedAttention, Any]]:
+        attentions: tuple[PagedAttention, ...] = (self.flashinfer, self.torch)
+        return [(a, a.plan(self.rows, q_lens, kv_lens, causal)) for a in attentions]
+
+    def attend(self, q_lens: Sequence[int], causal: bool) -> tuple[list[Tensor], list[Tensor]]:
+        """What flashinfer and torch find in every layer."""
+        queries = [self.random(sum(q_lens), self.num_heads) for _ in range(LAYERS)]
+        (ours, our_plan), (exact, exact_plan) = self._plans(q_lens, self.kv_lens, causal)
+        found = [ours.attend(layer, q, our_plan).float() for layer, q in enumerate(queries)]
+        expected = [exact.attend(layer, q.float(), exact_plan) for layer, q in enumerate(queries)]
+        return found, expected
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["target", "drafter"])
+@pytest.mark.parametrize(
+    ("layout", "unified"), [("strided", False), ("dense", False), ("strided", True), ("dense", True)]
+)
+@pytest.mark.parametrize(("head_dim", "shared"), [(64, 3), (128, 4)])
+@pytest.mark.parametrize(("q_lens", "kv_lens"), STEPS)
+def test_flashinfer_attends_as_torch_does(
+    q_lens: list[int],
+    kv_lens: list[int],
+    head_dim: int,
+    shared: int,
+    layout: PoolLayout,
+    unified: bool,
+    causal: bool,
+) -> None:
+    pages = Pages(kv_lens, head_dim, shared, layout, unified=unified)
+    found, expected = pages.attend(q_lens, causal)
+    for ours, exact in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, exact, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["target", "drafter"])
+@pytest.mark.parametrize("width", [1, 8, 16])
+def test_a_captured_plan_with_padding_attends_as_a_plan_of_its_live_requests(
+    width: int, causal: bool
+) -> None:
+    from workers.attention.flashinfer import FixedPlan, schedule_memory
+
+    kv_lens = [16, 17, 900]
+    pages = Pages(kv_lens, 64, 3, "strided", unified=False)
+    with torch.inference_mode():
+        plan = FixedPlan(
+            pages.flashinfer,
+            num_requests=4,
+            width=width,
+            max_pages=pages.rows.shape[1],
+            num_heads=pages.num_heads,
+            causal=causal,
+            schedule=schedule_memory(torch.device("cuda")),
+        )
+        queries = pages.random(4 * width, pages.num_heads)
+        graph = torch.cuda.CUDAGraph()
+        pages.flashinfer.attend(1, queries, plan)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            captured = pages.flashinfer.attend(1, queries, plan)
+        for live in (3, 2, 1):
+            plan.update(pages.rows.numpy()[:live], kv_lens[:live])
+            graph.replay()
+            rows = live * width
+            exact = pages.torch.plan(pages.rows[:live], [width] * live, kv_lens[:live], causal)
+            expected = pages.torch.attend(1, queries[:rows].float(), exact)
+            torch.testing.assert_close(captured[:rows].float(), expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_a_fast_schedule_is_what_flashinfer_itself_plans() -> None:
+    from workers.attention.flashinfer import FixedPlan, schedule_memory
+
+    kv_lens = [40, 333]
+    pages = Pages(kv_lens, 128, 4, "strided", unified=False)
+    plan = FixedPlan(
+        pages.flashinfer,
+        num_requests=2,
+        width=8,
+        max_pages=pages.rows.shape[1],
+        num_heads=pages.num_heads,
+        causal=True,
+        schedule=schedule_memory(torch.device("cuda")),
+    )
+    runs = plan.update(pages.rows.numpy(), kv_lens)
+    torch.cuda.synchronize()
+    fast = plan.wrapper._int_workspace_buffer.clone()
+    plan.wrapper.plan(
+        torch.tensor([0, 8, 16], dtype=torch.int32),
+        torch.from_numpy(runs.starts),
+        torch.from_numpy(runs.entries),
+        torch.from_numpy(runs.last_page_lens),
+        pages.num_heads,
+        KV_HEADS,
+        128,
+        PAGE,
+        causal=True,
+        q_data_type=torch.bfloat16,
+    )
+    torch.cuda.synchronize()
+    assert torch.equal(plan.wrapper._int_workspace_buffer, fast)
+
+
+def test_the_fused_steps_equal_torchs() -> None:
+    from drafter.layers import TORCH_OPS, RopeParameters, RotaryTable
+    from workers.fused import FusedOps
+
+    generator = torch.Generator("cuda").manual_seed(2)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda").to(torch.bfloat16)
+
+    def close(found: Tensor, expected: Tensor) -> None:
+        torch.testing.assert_close(found.float(), expected.float(), rtol=0.02, atol=0.04)
+
+    fused = FusedOps()
+    for hidden in (576, 4096):
+        x, residual, weight = random(33, hidden), random(33, hidden), random(hidden)
+        close(fused.rms_norm(x, weight, 1e-6), TORCH_OPS.rms_norm(x, weight, 1e-6))
+        for ours, exact in zip(
+            fused.add_rms_norm(x, residual, weight, 1e-6),
+            TORCH_OPS.add_rms_norm(x, residual, weight, 1e-6),
+            strict=True,
+        ):
+            close(ours, exact)
+        gate_up = random(33, 3 * hidden)
+        close(fused.swiglu(gate_up), TORCH_OPS.swiglu(gate_up))
+    for head_dim in (64, 128):
+        table = RotaryTable(RopeParameters(1e6), head_dim, torch.bfloat16, "cuda")
+        rotation = table.at(torch.arange(7, 40, device="cuda"))
+        projection = random(33, 15, head_dim)
+        for norms in (None, (random(head_dim), random(head_dim))):
+            ours, exact = (ops.heads(projection, 9, 3, norms, 1e-6, rotation) for ops in (fused, TORCH_OPS))
+            for one, other in zip(ours, exact, strict=True):
+                close(one, other)
