@@ -3,10 +3,10 @@
     lengths, anchors, pages ──▶ draft graph ──▶ drafted tokens ──▶ verify graph ──▶ chosen, accepted ──▶ host
                                 (B, W)                             (B, W)
 
-A graph fits one batch size and one width (`workers.buckets`). It reads its inputs from buffers that never move, which
-each step fills before the launch; rows behind the live requests are padding on the dummy page, and what they compute
-nobody reads. The drafts go from one graph to the other on the device. Tokens are chosen and compared on the device
-too; the host waits once, for the targets' choices and the accepted counts.
+A graph fits one batch size and one width (`workers.buckets`). It reads its inputs from buffers that never move and
+live as long as it does, which each step fills before the launch; rows behind the live requests are padding on the
+dummy page, and what they compute nobody reads. The drafts go from one graph to the other on the device. Tokens are
+chosen and compared on the device too; the host waits once, for the targets' choices and the accepted counts.
 
 While the draft graph runs, the host schedules the verify graph's attention.
 
@@ -114,6 +114,7 @@ class CapturedStep:
         config, dtype = parts.decoder.config, parts.decoder.dtype
         rows = parts.max_batch * (self._max_draft + 1)
         with torch.inference_mode(False):
+            self._steps = torch.arange(parts.ledger.limits.lookahead, device=self._device)
             self._anchors_starts = torch.zeros((2, parts.max_batch), dtype=torch.int64, device=self._device)
             self._anchors_starts_host = torch.zeros((2, parts.max_batch), dtype=torch.int64).pin_memory()
             self._drafted = torch.zeros(
@@ -257,7 +258,7 @@ class CapturedStep:
             )
         plan = self._draft_plans[batch]
         plan.park()
-        steps = torch.arange(drafter.block_size, device=self._device)
+        steps = self._steps[: drafter.block_size]
         num_draft = min(width - 1, self._max_draft)
 
         def body() -> DraftBlock:
@@ -291,7 +292,7 @@ class CapturedStep:
             context = FixedStore(draft_attention, batch, width)
             context.park()
         taps = drafter.tap_layer_ids if drafter is not None and drafting else ()
-        steps = torch.arange(width, device=self._device)
+        steps = self._steps[:width]
 
         def body() -> Tensor:
             anchors_starts = self._anchors_starts[:, :batch, None]

@@ -90,11 +90,16 @@ class Pages:
         return [(a, a.plan(self.rows, q_lens, kv_lens, causal)) for a in attentions]
 
     def attend(self, q_lens: Sequence[int], causal: bool) -> tuple[list[Tensor], list[Tensor]]:
-        """What flashinfer and torch find in every layer."""
-        queries = [self.random(sum(q_lens), self.num_heads) for _ in range(LAYERS)]
+        """What flashinfer and torch find in every layer, the step's own keys and values written by both."""
         (ours, our_plan), (exact, exact_plan) = self._plans(q_lens, self.kv_lens, causal)
-        found = [ours.attend(layer, q, our_plan).float() for layer, q in enumerate(queries)]
-        expected = [exact.attend(layer, q.float(), exact_plan) for layer, q in enumerate(queries)]
+        found, expected = [], []
+        for layer in range(LAYERS):
+            k, v = (self.random(sum(q_lens), KV_HEADS) for _ in range(2))
+            q = self.random(sum(q_lens), self.num_heads)
+            ours.write(layer, k, v, our_plan)
+            exact.write(layer, k.float(), v.float(), exact_plan)
+            found.append(ours.attend(layer, q, our_plan).float())
+            expected.append(exact.attend(layer, q.float(), exact_plan))
         return found, expected
 
 
@@ -126,7 +131,7 @@ def test_a_captured_plan_with_padding_attends_as_a_plan_of_its_live_requests(
 ) -> None:
     from workers.attention.flashinfer import FixedPlan, schedule_memory
 
-    kv_lens = [16, 17, 900]
+    kv_lens = [33, 17, 900]
     pages = Pages(kv_lens, 64, 3, "strided", unified=False)
     with torch.inference_mode():
         plan = FixedPlan(
