@@ -293,10 +293,13 @@ def _head(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> DraftHead:
     markov = _markov(config, tensors) if config.markov is not None else None
     confidence = None
     if config.confidence is not None:
+        weight_F = tensors["confidence_head.proj.weight"][0]
+        temperatures = config.confidence.temperatures
         confidence = ConfidenceHead(
-            weight_F=tensors["confidence_head.proj.weight"][0],
+            weight_F=weight_F,
             bias=tensors["confidence_head.proj.bias"][0],
             w1_VR=markov.w1_VR if markov is not None and config.confidence.with_markov else None,
+            temperatures_K=weight_F.new_tensor(temperatures) if temperatures else None,
         )
     if markov is None and confidence is None:
         return IndependentHead()

@@ -46,9 +46,13 @@ class MarkovShape:
 
 @dataclass(frozen=True, slots=True)
 class ConfidenceShape:
-    """A confidence head over a slot's hidden state, and with `with_markov` the embedding of the token before too."""
+    """A confidence head over a slot's hidden state, and with `with_markov` the embedding of the token before too.
+
+    `temperatures` divide the logits of drafts 1, 2, ... (`drafter.calibration`); none leave them as they are.
+    """
 
     with_markov: bool
+    temperatures: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +138,7 @@ class DrafterConfig:
             family=dialect.family,
             sample_from_anchor=sample_from_anchor,
             markov=markov,
-            confidence=_confidence(fields, markov),
+            confidence=_confidence(fields, markov, sample_from_anchor),
         )
 
 
@@ -230,13 +234,23 @@ def _markov(fields: _Fields, sample_from_anchor: bool) -> MarkovShape | None:
     return MarkovShape(kind, fields.positive("markov_rank"))
 
 
-def _confidence(fields: _Fields, markov: MarkovShape | None) -> ConfidenceShape | None:
+def _confidence(
+    fields: _Fields, markov: MarkovShape | None, sample_from_anchor: bool
+) -> ConfidenceShape | None:
     if not fields.flag("enable_confidence_head"):
         return None
     with_markov = fields.flag("confidence_head_with_markov")
     if with_markov and markov is None:
         raise DrafterConfigError(fields.placed("confidence_head_with_markov"), "needs a markov_rank above 0")
-    return ConfidenceShape(with_markov)
+    temperatures = fields.get("confidence_temperatures") or ()
+    count = _block_size(fields, sample_from_anchor) - (not sample_from_anchor)
+    if temperatures and (
+        len(temperatures) != count or not all(isinstance(t, int | float) and t > 0 for t in temperatures)
+    ):
+        raise DrafterConfigError(
+            "confidence_temperatures", f"{temperatures!r}: one above 0 is needed for each of {count} drafts"
+        )
+    return ConfidenceShape(with_markov, tuple(map(float, temperatures)))
 
 
 def _require_full_attention(fields: _Fields, num_layers: int) -> None:

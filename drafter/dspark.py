@@ -8,7 +8,7 @@ the output head's logits (DeepSpec, `markov_head.py`; DSpark paper, arXiv 2607.0
     gated    logits_k = U_k + W2 · (σ(G · [h_k; W1[x]] + g) ⊙ W1[x])
     rnn      [a; c; o] = J · [s; W1[x]; h_k] + j,  logits_k = U_k + W2 · tanh(o),  s ← σ(a) ⊙ s + (1 - σ(a)) ⊙ tanh(c)
 
-    confidence_k = σ(w · [h_k; W1[x]] + b), or of h_k alone
+    confidence_k = σ((w · [h_k; W1[x]] + b) / t_k), or of h_k alone; t_k is 1 unless the head was calibrated
 
 No product mixes requests, so what a request drafts does not depend on its batch.
 
@@ -84,11 +84,15 @@ Markov = VanillaMarkov | GatedMarkov | RnnMarkov
 
 @dataclass(frozen=True, slots=True)
 class ConfidenceHead:
-    """How likely the target is to choose a draft too. `w1_VR` is None for a head over hidden states alone."""
+    """How likely the target is to choose a draft too. `w1_VR` is None for a head over hidden states alone.
+
+    `temperatures_K`: of all drafts that a block can make; None for an uncalibrated head.
+    """
 
     weight_F: Tensor  # H, or H + R
     bias: Tensor  # scalar
     w1_VR: Tensor | None
+    temperatures_K: Tensor | None = None
 
     def __call__(self, hidden_BKH: Tensor, previous_BK: Tensor) -> Tensor:
         """Probabilities, float32 or float64 [B, K]."""
@@ -97,6 +101,8 @@ class ConfidenceHead:
             features = torch.cat((hidden_BKH, F.embedding(previous_BK, self.w1_VR)), dim=-1)
         # A sum over products, not a matrix product: its order does not depend on the number of rows.
         scores_BK = (features * self.weight_F).sum(dim=-1) + self.bias
+        if self.temperatures_K is not None:
+            scores_BK = scores_BK / self.temperatures_K[: scores_BK.shape[1]]
         return torch.sigmoid(scores_BK if scores_BK.dtype == torch.float64 else scores_BK.float())
 
 

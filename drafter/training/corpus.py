@@ -69,6 +69,13 @@ class Corpus:
             np.concatenate([part.prompt_lengths for part in parts]),
         )
 
+    def sample(self, count: int, seed: int) -> Corpus:
+        """Up to `count` sequences, drawn at random."""
+        drawn = np.random.default_rng(seed).permutation(len(self))[:count]
+        parts = [self.token_ids[self.starts[i] : self.starts[i + 1]] for i in drawn]
+        starts = np.cumsum([0, *(len(part) for part in parts)])
+        return Corpus(np.concatenate(parts), starts.astype(np.int64), self.prompt_lengths[drawn])
+
     def save(self, path: Path) -> None:
         """Write an uncompressed .npz."""
         np.savez(path, token_ids=self.token_ids, starts=self.starts, prompt_lengths=self.prompt_lengths)

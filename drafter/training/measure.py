@@ -18,6 +18,7 @@ from enum import Enum
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from drafter.training.corpus import Batch, Corpus
@@ -119,6 +120,41 @@ def _proposals(network: DraftNetwork, target: Llama, batch: Batch, context: Cont
         hidden = network(taps, anchors, anchor_ids, hidden_before, embedding)
         drafts.append(network.draft(hidden, anchor_ids, embedding))
     return torch.cat(drafts, dim=1)
+
+
+@torch.no_grad()
+def confidence_records(
+    network: DraftNetwork, target: Llama, corpus: Corpus, *, rows: int = 16, anchors_each: int = 32
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """What the confidence head said of greedy drafts, logits [N, K], and how many of each block were right, [N].
+
+    Blocks stand at up to `anchors_each` places of every answer that is long enough for all their drafts.
+    """
+    logits, accepted = [], []
+    for begin in range(0, len(corpus), rows):
+        batch = corpus.batch(np.arange(begin, min(begin + rows, len(corpus))), pad_to=8)
+        device = target.embedding_VH.device
+        tokens, prompt_lengths, lengths = (
+            part.to(device) for part in (batch.tokens_BS, batch.prompt_lengths_B, batch.lengths_B)
+        )
+        taps = target.taps(tokens, network.config.tap_layer_ids)
+        num_draft = network.config.max_draft_tokens
+        room = lengths - num_draft - prompt_lengths  # anchors that have so many tokens behind them
+        steps = torch.arange(anchors_each, device=device) / anchors_each
+        anchors = prompt_lengths[:, None] + (steps * room.clamp(min=0)[:, None]).long()
+        anchor_ids = tokens.gather(1, anchors.clamp(max=tokens.shape[1] - 1))
+        hidden = network(taps, anchors, anchor_ids, torch.zeros_like(lengths), target.embedding_VH)
+        drafts = network.draft(hidden, anchor_ids, target.embedding_VH)
+        said = network.confidence_logits(hidden, anchor_ids, drafts)
+        if said is None:
+            raise ValueError("this drafter has no confidence head")
+        places = anchors[..., None] + 1 + torch.arange(num_draft, device=device)
+        truth = tokens.gather(1, places.clamp(max=tokens.shape[1] - 1).flatten(1)).view(places.shape)
+        right = (drafts == truth).long().cumprod(dim=-1).sum(dim=-1)
+        long_enough = (room > 0)[:, None].expand_as(right)
+        logits.append(said[long_enough].double().cpu().numpy())
+        accepted.append(right[long_enough].cpu().numpy())
+    return np.concatenate(logits), np.concatenate(accepted)
 
 
 def _swap_prompts(taps_BSX: Tensor, prompt_lengths_B: Tensor) -> Tensor:

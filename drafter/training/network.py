@@ -158,6 +158,17 @@ class DraftNetwork(nn.Module):
             drafts.append(previous)
         return torch.stack(drafts, dim=-1)
 
+    def confidence_logits(
+        self, hidden_BAKH: Tensor, anchor_ids_BA: Tensor, drafts_BAK: Tensor
+    ) -> Tensor | None:
+        """The confidence head's logits of drafts made by `draft`, [B, A, drafts]; None without a head."""
+        if self.confidence_head is None:
+            return None
+        previous = torch.cat((anchor_ids_BA[..., None], drafts_BAK[..., :-1]), dim=-1)
+        embedded = self.markov_head.markov_w1(previous) if self.markov_head is not None else None
+        logits: Tensor = self.confidence_head(hidden_BAKH[:, :, self.config.first_slot :], embedded)
+        return logits
+
 
 def _for_heads(rope: Rope, dtype: torch.dtype) -> Rope:
     return rope[0].unsqueeze(-2).to(dtype), rope[1].unsqueeze(-2).to(dtype)

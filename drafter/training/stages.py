@@ -17,6 +17,7 @@ from random import Random
 
 import torch
 
+from drafter.calibration import calibration_error, fit_temperatures, running_products
 from drafter.config import DrafterConfig
 from drafter.training.answering import answer_all, invent_user_turns
 from drafter.training.checkpoint import drafter_config, read_network, save_network
@@ -26,7 +27,7 @@ from drafter.training.fit import Progress, fit
 from drafter.training.framing import ChatFrame, Source, framing, invented_text
 from drafter.training.hand_written import MESSAGES
 from drafter.training.llama import Llama
-from drafter.training.measure import Acceptance, Context, measure, table
+from drafter.training.measure import Acceptance, Context, confidence_records, measure, table
 from drafter.training.network import DraftNetwork
 from drafter.training.plan import Plan
 from drafter.training.processes import Process
@@ -46,6 +47,7 @@ from workers.tokenizer import Tokenizer
 Figures = dict[str, dict[Context, list[Acceptance]]]
 
 _SAVE_EVERY_S = 30.0
+_CALIBRATION_SEQUENCES = 512
 _HELPERS = 8  # processes that frame prompts beside each GPU
 
 
@@ -197,7 +199,24 @@ def train(run: Run, process: Process, start_from: Path | None) -> None:
     steps = fit(network, target, corpus, plan.recipe, report)
     if process.leads:
         save_network(run.drafter, network, config)
+        if network.confidence_head is not None:
+            config["confidence_temperatures"] = _calibrate(run, process, network, corpus)
+            save_network(run.drafter, network, config)
     process.say(f"train: {steps} steps, saved to {run.drafter}")
+
+
+def _calibrate(run: Run, process: Process, network: DraftNetwork, corpus: Corpus) -> list[float]:
+    """Temperatures of the confidence head, from what it says of some of the corpus; in float32, as in evaluation."""
+    target, _ = load_target(run.target_path, torch.float32, process.device)
+    some = corpus.sample(_CALIBRATION_SEQUENCES, run.plan.seed)
+    logits, accepted = confidence_records(network.eval(), target, some)
+    temperatures = [round(t, 4) for t in fit_temperatures(logits, accepted)]
+    raw, scaled = (
+        calibration_error(running_products(logits, each), accepted)
+        for each in ([1.0] * len(temperatures), temperatures)
+    )
+    process.say(f"calibration: {len(accepted)} blocks, error {raw:.3f} before and {scaled:.3f} after scaling")
+    return temperatures
 
 
 def evaluate(run: Run, process: Process, drafter: Path) -> str:

@@ -164,6 +164,8 @@ def test_speculators_dflash_has_dflash_slots_unless_it_says_otherwise() -> None:
         ({"markov_rank": -1}, "markov_rank", "positive"),
         ({"enable_confidence_head": 1}, "enable_confidence_head", "true or false"),
         ({"target_layer_ids": [5]}, "target_layer_ids", "last layer"),
+        ({"confidence_temperatures": [1.0]}, "confidence_temperatures", "each of 5 drafts"),
+        ({"confidence_temperatures": [1.0, 0, 1, 1, 1]}, "confidence_temperatures", "above 0"),
         ({"target_layer_ids": [-2]}, "target_layer_ids", "start at -1"),
         ({"mask_token_id": None}, "mask_token_id", "missing"),
         ({"markov_head_type": "rnn", "sample_from_anchor": False}, "sample_from_anchor", "rnn"),

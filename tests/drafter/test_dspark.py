@@ -154,6 +154,20 @@ def test_a_confidence_head_over_hidden_states_alone_reads_no_token(tmp_path: Pat
     torch.testing.assert_close(found, scores.sigmoid())
 
 
+def test_temperatures_of_a_calibrated_head_divide_its_logits(tmp_path: Path, facts: Facts) -> None:
+    temperatures = [0.5, 1.0, 2.0, 3.0, 4.0]
+    said = []
+    for name, raw in (("raw", deepspec()), ("scaled", deepspec(confidence_temperatures=temperatures))):
+        paged = Paged(saved_drafter(tmp_path / name, raw, facts()), torch.float64)
+        paged.append(0, random_taps(9, seed=2), 0)
+        for count in (3, BLOCK):
+            found = paged.choose([0], [4], [9], count, KeyedChoice([ChoiceRule()], [10])).confidences_BK
+            assert found is not None
+            said.append(found[0].logit())
+    for raw_logits, scaled in zip(said[:2], said[2:], strict=True):
+        torch.testing.assert_close(raw_logits / torch.tensor(temperatures[: len(scaled)]), scaled)
+
+
 def test_an_embedding_and_a_head_of_its_own_are_used_and_copies_of_the_targets_are_not_kept(
     tmp_path: Path, facts: Facts
 ) -> None:

@@ -18,6 +18,7 @@ from drafter.training.copycat import END, MASK, SHAPE
 from drafter.training.corpus import Corpus
 from drafter.training.fit import Recipe, batch_loss, fit
 from drafter.training.llama import Llama
+from drafter.training.measure import confidence_records
 from drafter.training.network import DraftNetwork
 from drafter.training.plan import plan_of
 from drafter.training.sequential_loss import PUBLISHED, Mixture, Slots, dspark_loss, mixture
@@ -188,6 +189,40 @@ def test_training_passes_the_mixture_of_its_progress(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("drafter.training.fit.mixture", note)
     fit(network_of(), target, corpus, recipe, lambda _: None)
     assert seen == pytest.approx([0.0, 1 / 3, 2 / 3])
+
+
+def test_confidences_are_recorded_with_what_became_of_their_blocks() -> None:
+    torch.manual_seed(0)
+    target = Llama(SHAPE).requires_grad_(False)
+    answers = [Answer(list(range(60, 60 + length)), 20) for length in (24, 25, 50)]
+    network = network_of("rnn", std=0.3)
+    corpus = Corpus.of(answers)
+    logits, accepted = confidence_records(network, target, corpus, rows=2, anchors_each=6)
+    assert logits.shape == (12, 4)  # the first answer has no anchor with 4 tokens behind it
+    assert set(accepted.tolist()) <= set(range(5))
+    taps = target.taps(torch.tensor([answers[1].token_ids]), TAPS)
+    anchors, ids = torch.tensor([[20]]), torch.tensor([[80]])
+    with torch.no_grad():
+        hidden = network(taps, anchors, ids, torch.zeros(1), target.embedding_VH)
+        drafts = network.draft(hidden, ids, target.embedding_VH)
+        said = network.confidence_logits(hidden, ids, drafts)
+    assert said is not None
+    assert logits[0] == pytest.approx(said[0, 0].tolist(), abs=1e-4)
+    truth = [81, 82, 83, 84]
+    right = 0
+    while right < 4 and drafts[0, 0, right] == truth[right]:
+        right += 1
+    assert accepted[0] == right
+
+
+def test_a_sample_of_a_corpus_has_whole_sequences() -> None:
+    corpus = Corpus.of([Answer([i] * (i + 3), 2) for i in range(1, 10)])
+    some = corpus.sample(4, seed=1)
+    assert len(some) == 4
+    for i in range(4):
+        ids = some.token_ids[some.starts[i] : some.starts[i + 1]]
+        assert ids.tolist() == [ids[0]] * (int(ids[0]) + 3)
+    assert len(corpus.sample(99, seed=1)) == 9
 
 
 def test_the_smollm2_plan_stays_within_sixteen_megabytes() -> None:
