@@ -26,6 +26,7 @@ _log = logging.getLogger(__name__)
 SERVICE: Final = "slipstream.registry.v1.Registry"
 _WATCH: Final = "Watch"
 _KEEPALIVE_MS: Final = 5_000
+_STOP_GRACE_S: Final = 1.0
 _FIRST_RETRY_S: Final = 0.1
 _LONGEST_RETRY_S: Final = 2.0
 
@@ -61,6 +62,7 @@ class Registry:
         self._changed = asyncio.Condition()
         self._version = 0
         self._server: Any = None
+        self._stopping = False
         self._telling: set[asyncio.Task[None]] = set()
 
     async def start(self, listen: str) -> str:
@@ -94,8 +96,11 @@ class Registry:
         task.add_done_callback(self._telling.discard)
 
     async def stop(self) -> None:
+        """End the streams, then the server: one that it cuts itself it logs as a failure."""
+        self._stopping = True
+        await self._tell()
         if self._server is not None:
-            await self._server.stop(0.0)
+            await self._server.stop(_STOP_GRACE_S)
             self._server = None
 
     async def _tell(self) -> None:
@@ -106,9 +111,11 @@ class Registry:
         told = -1
         while True:
             async with self._changed:
-                while told == self._version:
+                while told == self._version and not self._stopping:
                     await self._changed.wait()
                 told, roster = self._version, self._roster
+            if self._stopping:
+                return
             yield msgspec.msgpack.encode(roster)
 
 

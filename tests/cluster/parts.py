@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cluster.client import Client
@@ -21,11 +21,13 @@ CLONE = Path(__file__).parents[2]
 class Part:
     """One process with its output. It is killed at the end, unless it has ended."""
 
-    def __init__(self, log: Path, *arguments: str, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, log: Path, *arguments: str, env: Mapping[str, str], command: Sequence[str] = ()
+    ) -> None:
         self.log = log
         with log.open("w") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "cluster", *arguments],
+                list(command) or [sys.executable, "-m", "cluster", *arguments],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=dict(env),

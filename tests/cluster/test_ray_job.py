@@ -6,19 +6,19 @@ import json
 import os
 import re
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
 from cluster.client import Client
+from cluster.rpc.v1 import admin_pb2
+from tests.cluster.parts import Part, workers_at
 from tests.cluster.ray_head import Host, RayHead, free_ports
-from tests.deploy.charts import example, one, render
+from tests.deploy.charts import example, one, pods, render
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
@@ -118,43 +118,48 @@ def test_a_client_without_the_clusters_token_is_told_what_to_set(head: RayHead) 
 
 
 @with_token
-def test_the_charts_gateway_pod_joins_as_a_node_and_serves_with_workers_on_nodes_of_their_role(
-    head: RayHead,
-) -> None:
+def test_the_charts_pods_serve_drain_and_end_as_kubernetes_runs_them(head: RayHead) -> None:
     objects = render(*example("laptop"))
-    container = one(objects, "Deployment")["spec"]["template"]["spec"]["containers"][0]
-    grpc, http, metrics = free_ports(3)
+    [supervisor] = one(objects, "Deployment", "-supervisor")["spec"]["template"]["spec"]["containers"]
+    [gateway] = one(objects, "Deployment", "-gateway")["spec"]["template"]["spec"]["containers"]
+    registry, grpc, http, *metrics = free_ports(5)
     config = one(objects, "ConfigMap", "-config")["data"]["slipstream.toml"]
-    for its, ours in (("50051", grpc), ("8000", http), ("9090", metrics)):
-        config = config.replace(f"0.0.0.0:{its}", f"127.0.0.1:{ours}")
-    path = head.home / "slipstream.toml"
-    path.write_text(config)
+    for its, ours in ((":50051", grpc), (":8000", http), (":50052", registry)):
+        config = config.replace(f"0.0.0.0{its}", f"127.0.0.1:{ours}")
+    config = config.replace("slip-slipstream-registry:50052", f"127.0.0.1:{registry}")
     # As KubeRay starts the groups' pods: labels, and the CPUs of their limits.
     for node_ip, role in (("127.0.0.2", "context"), ("127.0.0.3", "generation")):
         head.add_node(Host(node_ip), "--num-cpus=1", f"--labels=slipstream/role={role}")
 
-    script = container["args"][0].replace("/etc/slipstream/config/slipstream.toml", str(path))
-    log = head.home / "gateway.log"
-    with log.open("w") as output:
-        gateway = subprocess.Popen(
-            [*container["command"], script],
-            env={**head.env, "RAY_ADDRESS": head.address, "POD_IP": "127.0.0.4"},
-            cwd=Path(__file__).parents[2],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-    until_s = time.monotonic() + 120
-    while "ready on" not in log.read_text():
-        assert gateway.poll() is None, log.read_text()
-        assert time.monotonic() < until_s, log.read_text()
-        time.sleep(0.1)
-    with Client(f"127.0.0.1:{grpc}") as client:
+    def run(command: list[str], port: int, **env: str) -> Part:
+        """A container's command, with a metrics port of its own as every pod has its own address."""
+        path = head.home / f"{port}.toml"
+        path.write_text(config.replace("0.0.0.0:9090", f"127.0.0.1:{port}"))
+        command = [word.replace("/etc/slipstream/config/slipstream.toml", str(path)) for word in command]
+        return Part(head.home / f"{port}.log", env={**head.env, **env}, command=command)
+
+    script = [*supervisor["command"], *supervisor["args"]]
+    keeping = run(script, metrics[0], RAY_ADDRESS=head.address, POD_IP="127.0.0.4")
+    serving = run(gateway["command"], metrics[1])
+    serving.wait_for("ready on", 150)
+    address = f"127.0.0.1:{grpc}"
+    with Client(address) as client:
         assert "".join(event.text for event in client.generate([("user", "hello")], max_tokens=4))
-        nodes = {worker.name: worker.address.split(":")[0] for worker in client.cluster_state().workers}
+    nodes = {name: worker.address.split(":")[0] for name, worker in workers_at(address).items()}
     assert nodes == {"context-0": "127.0.0.2", "generation-0": "127.0.0.3"}
-    gateway.send_signal(signal.SIGTERM)
-    assert gateway.wait(timeout=60) == 0
-    assert "Traceback" not in log.read_text()
+
+    assert keeping.end() == 0  # its pod is replaced: the workers stay, and so does the service
+    with Client(address) as client:
+        assert "".join(event.text for event in client.generate([("user", "hello")], max_tokens=4))
+    [pod] = [pod for where, pod in pods(objects) if where.endswith(" generation")]
+    hook = pod["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    drained = run(hook, 0)
+    assert drained.process.wait(timeout=60) == 0
+    assert "generation-0 is drained" in drained.log.read_text()
+    assert {worker.state for worker in workers_at(address).values()} == {admin_pb2.WORKER_STATE_DRAINING}
+    assert serving.end() == 0
+    for part in (keeping, serving):
+        assert "Traceback" not in part.log.read_text()
 
 
 @without_token

@@ -81,7 +81,18 @@ def test_renders_change_only_on_purpose(name: str) -> None:
     [
         ("gatway.kind=RayJob", "additional properties 'gatway' not allowed"),
         ("gateway.kind=StatefulSet", "at '/gateway/kind': value must be one of 'Deployment', 'RayJob'"),
-        ("gateway.replicas=2", "at '/gateway': additional properties 'replicas' not allowed"),
+        ("gateway.replicas=0", "at '/gateway/replicas': minimum: got 0, want 1"),
+        ("gateway.autoscaling.max=3", "at '/gateway/autoscaling': additional properties 'max' not allowed"),
+        (
+            "gateway.autoscaling.enabled=true,gateway.autoscaling.maxReplicas=1",
+            "gateway.autoscaling: minReplicas <= maxReplicas must hold, got 2, 1",
+        ),
+        (
+            "gateway.autoscaling.enabled=true,gateway.kind=RayJob",
+            "gateway.autoscaling needs gateway.kind=Deployment",
+        ),
+        ("ray.upgradeStrategy=Rolling", "at '/ray/upgradeStrategy': value must be one of 'Recreate', 'None'"),
+        ("config.attach=x:1", "at '/config': additional properties 'attach' not allowed"),
         ("context.replicas=0", "at '/context/replicas': minimum: got 0, want 1"),
         ("config.max_batch=many", "at '/config/max_batch': got string, want integer"),
         ("config.max_bach=8", "at '/config': additional properties 'max_bach' not allowed"),
@@ -185,20 +196,69 @@ def test_no_pod_has_rights_that_it_does_not_need(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_a_pod_gets_longer_than_its_drain_takes(name: str, tmp_path: Path) -> None:
+def test_what_ends_is_drained_and_gets_longer_than_that_takes(name: str, tmp_path: Path) -> None:
     objects = render(*example(name))
     drain_s = configuration(objects, tmp_path).drain_s
     for where, pod in pods(objects):
-        if where.endswith(("-gateway", " context", " generation")):
-            spec = pod["spec"]
+        spec = pod["spec"]
+        grace_s = spec.get("terminationGracePeriodSeconds", 30)
+        if where.endswith("-gateway"):
             before_s = spec["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
-            drained_s = before_s + (drain_s if where.endswith("-gateway") else 0)
-            assert drained_s >= drain_s, where
-            assert spec["terminationGracePeriodSeconds"] >= drained_s + 10, where
+            assert grace_s >= before_s + drain_s + 10, where
+        elif where.endswith((" context", " generation")):
+            [*command, wait_s] = spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+            assert command == ["python", "-m", "cluster", "drain", "--here", "--wait"]
+            assert float(wait_s) == drain_s
+            assert grace_s >= drain_s + 10, where
+        elif where.endswith(" head") and name != "rdma":  # without the head its workers end
+            assert spec["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"] >= drain_s
     for job in objects:
         if job["kind"] == "RayJob":
             env = yaml.safe_load(job["spec"]["runtimeEnvYAML"])["env_vars"]
             assert int(env["RAY_JOB_STOP_WAIT_TIME_S"]) >= drain_s + 10
+
+
+def test_a_gateway_ends_only_when_another_serves_and_there_is_never_a_second_supervisor() -> None:
+    objects = render()
+    gateway = one(objects, "Deployment", "-gateway")["spec"]
+    assert gateway["replicas"] == 2
+    assert gateway["strategy"] == {
+        "type": "RollingUpdate",
+        "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1},
+    }
+    supervisor = one(objects, "Deployment", "-supervisor")["spec"]
+    assert (supervisor["replicas"], supervisor["strategy"]) == (1, {"type": "Recreate"})
+    assert one(objects, "PodDisruptionBudget", "-gateway")["spec"]["maxUnavailable"] == 1
+    assert not [o for o in objects if o["kind"] == "HorizontalPodAutoscaler"]
+
+
+def test_an_autoscaled_gateway_leaves_its_number_to_the_autoscaler() -> None:
+    objects = render("--set", "gateway.autoscaling.enabled=true,gateway.drainSeconds=90")
+    assert "replicas" not in one(objects, "Deployment", "-gateway")["spec"]
+    scaler = one(objects, "HorizontalPodAutoscaler")["spec"]
+    assert scaler["scaleTargetRef"]["name"] == one(objects, "Deployment", "-gateway")["metadata"]["name"]
+    assert (scaler["minReplicas"], scaler["maxReplicas"]) == (2, 10)
+    [policy] = scaler["behavior"]["scaleDown"]["policies"]
+    assert policy == {"type": "Pods", "value": 1, "periodSeconds": 90}
+
+
+def test_gateways_attach_to_the_supervisors_registry_and_know_no_ray(tmp_path: Path) -> None:
+    objects = render()
+    config = configuration(objects, tmp_path)
+    service = one(objects, "Service", "-registry")
+    [port] = service["spec"]["ports"]
+    assert config.attach == f"{service['metadata']['name']}:{port['port']}"
+    supervisor = one(objects, "Deployment", "-supervisor")["spec"]["template"]
+    assert service["spec"]["selector"].items() <= supervisor["metadata"]["labels"].items()
+    [container] = supervisor["spec"]["containers"]
+    named = {entry["name"]: entry["containerPort"] for entry in container["ports"]}
+    assert config.registry == f"0.0.0.0:{named[port['targetPort']]}"
+    assert config.keep_workers
+    [gateway] = one(objects, "Deployment", "-gateway")["spec"]["template"]["spec"]["containers"]
+    assert not [entry["name"] for entry in gateway["env"] if entry["name"].startswith("RAY_")]
+    assert gateway["command"][:4] == ["python", "-m", "cluster", "gateway"]
+    job = configuration(render("--set", "gateway.kind=RayJob"), tmp_path)
+    assert (job.attach, job.registry, job.keep_workers) == ("", "", False)
 
 
 def test_every_selector_selects_pods_of_this_release_alone() -> None:
@@ -228,27 +288,37 @@ def test_ports_that_services_and_policies_name_exist() -> None:
         ]
         named = {port["name"] for port in pod["spec"]["containers"][0]["ports"]}
         assert {port["targetPort"] for port in gateway["ports"]} <= named
-        assert one(objects, "Service", "-metrics")["spec"]["ports"][0]["targetPort"] in named
+        metrics = one(objects, "Service", "-metrics")["spec"]
+        scraped = [
+            p for _, p in pods(objects) if metrics["selector"].items() <= p["metadata"]["labels"].items()
+        ]
+        assert len(scraped) == (2 if kind == "Deployment" else 1)
+        for one_pod in scraped:
+            ports = {port["name"] for port in one_pod["spec"]["containers"][0]["ports"]}
+            assert metrics["ports"][0]["targetPort"] in ports
         for rule in one(objects, "NetworkPolicy", "-gateway")["spec"]["ingress"]:
             assert {port["port"] for port in rule["ports"]} <= named
 
 
-def test_the_gateway_pods_script_is_a_script_that_ends_as_the_gateway() -> None:
-    container = one(render(), "Deployment")["spec"]["template"]["spec"]["containers"][0]
+def test_the_supervisor_pods_script_is_a_script_that_ends_as_the_supervisor() -> None:
+    container = one(render(), "Deployment", "-supervisor")["spec"]["template"]["spec"]["containers"][0]
     assert container["command"] == ["/bin/sh", "-ec"]
     [script] = container["args"]
     assert subprocess.run(["/bin/sh", "-n", "-c", script], check=False).returncode == 0
-    assert script.splitlines()[-1].startswith("exec python -m cluster serve ")
+    assert script.splitlines()[-1].startswith("exec python -m cluster workers ")
 
 
-def test_probes_speak_grpc_and_with_tls_http() -> None:
-    def probes(*arguments: str) -> list[Object]:
-        container = one(render(*arguments), "Deployment")["spec"]["template"]["spec"]["containers"][0]
-        return [container[f"{name}Probe"] for name in ("startup", "readiness", "liveness")]
+def test_readiness_is_asked_over_grpc_and_with_tls_over_http_and_life_is_any_answer() -> None:
+    def container(*arguments: str) -> Object:
+        gateway = one(render(*arguments), "Deployment", "-gateway")
+        [container] = gateway["spec"]["template"]["spec"]["containers"]
+        return dict(container)
 
-    assert all(probe["grpc"] == {"port": 50051} for probe in probes())
-    with_tls = probes("--set", "gateway.tls.existingSecret=c")
-    assert all(probe["httpGet"] == {"path": "/ready", "port": "slip-metrics"} for probe in with_tls)
+    assert container()["readinessProbe"]["grpc"] == {"port": 50051}
+    with_tls = container("--set", "gateway.tls.existingSecret=c")
+    assert with_tls["readinessProbe"]["httpGet"] == {"path": "/ready", "port": "slip-metrics"}
+    # Missing workers are no reason to restart a gateway: what is asked of a living one is an answer, not readiness.
+    assert with_tls["livenessProbe"]["httpGet"]["path"] == "/metrics"
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -266,9 +336,11 @@ def test_kuberay_knows_every_field(name: str) -> None:
         jsonschema.validate(wrong, shapes["RayCluster"])
 
 
-def test_ray_authentication_reaches_the_gateway() -> None:
+def test_ray_authentication_reaches_the_supervisor() -> None:
     def env(*arguments: str) -> dict[str, Any]:
-        container = one(render(*arguments), "Deployment")["spec"]["template"]["spec"]["containers"][0]
+        container = one(render(*arguments), "Deployment", "-supervisor")["spec"]["template"]["spec"][
+            "containers"
+        ][0]
         return {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in container["env"]}
 
     made_by_operator = env()["RAY_AUTH_TOKEN"]["secretKeyRef"]

@@ -50,6 +50,12 @@ app.kubernetes.io/component: {{ eq .Values.gateway.kind "Deployment" | ternary "
   "drain_s" .Values.gateway.drainSeconds
   "startup_timeout_s" .Values.gateway.startupSeconds
 -}}
+{{- /* One file for both: the supervisor opens the registry and keeps the workers, gateways attach to it. */ -}}
+{{- if eq .Values.gateway.kind "Deployment" -}}
+{{- $_ := set $set "registry" "0.0.0.0:50052" -}}
+{{- $_ := set $set "keep_workers" true -}}
+{{- $_ := set $set "attach" (printf "%s-registry:50052" (include "slipstream.fullname" .)) -}}
+{{- end -}}
 {{- if .Values.gateway.tokens.existingSecret -}}
 {{- $_ := set $set "token_file" (printf "/etc/slipstream/tokens/%s" .Values.gateway.tokens.key) -}}
 {{- end -}}
@@ -72,6 +78,11 @@ domain_label = {{ toRawJson .Values.placement.domainLabel }}
 cpus = {{ .Values.cpusPerWorker }}
 gpus = {{ .Values.gpusPerWorker }}
 timeout_s = {{ .Values.placement.timeoutSeconds }}
+{{- end -}}
+
+{{/* Pods that Prometheus scrapes. */}}
+{{- define "slipstream.scraped" -}}
+slipstream/scraped: "true"
 {{- end -}}
 
 {{/* Ray's authentication, for containers that the KubeRay operator does not touch. */}}
@@ -108,9 +119,14 @@ capabilities:
 - {name: RAY_health_check_failure_threshold, value: "3"}
 {{- end -}}
 
+{{/* What is mounted where Ray runs. */}}
 {{- define "slipstream.mounts" -}}
-- {name: tmp, mountPath: /tmp}
 - {name: shared-mem, mountPath: /dev/shm}
+{{ include "slipstream.plainMounts" . }}
+{{- end -}}
+
+{{- define "slipstream.plainMounts" -}}
+- {name: tmp, mountPath: /tmp}
 {{- if .Values.model.volume }}
 - {name: model, mountPath: {{ .Values.model.mountPath }}, readOnly: true}
 {{- end }}
@@ -118,11 +134,15 @@ capabilities:
 
 {{/* Argument: root, shmSize. */}}
 {{- define "slipstream.volumes" -}}
-- name: tmp
-  emptyDir: {}
 - name: shared-mem
   emptyDir: {medium: Memory, sizeLimit: {{ .shmSize }}}
-{{- with .root.Values.model.volume }}
+{{ include "slipstream.plainVolumes" .root }}
+{{- end -}}
+
+{{- define "slipstream.plainVolumes" -}}
+- name: tmp
+  emptyDir: {}
+{{- with .Values.model.volume }}
 - name: model
   {{- toYaml . | nindent 2 }}
 {{- end }}
