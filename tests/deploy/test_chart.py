@@ -31,6 +31,7 @@ from tests.deploy.charts import (
     pods,
     render,
 )
+from tests.deploy.kubernetes import KEPT_VERSIONS, WRONG, complaint, standard_objects
 
 KUBERNETES = [f"1.{minor}.0" for minor in range(31, 38)]
 
@@ -334,6 +335,19 @@ def test_kuberay_knows_every_field(name: str) -> None:
     wrong["workerGroupSpecs"][0]["replica"] = 1
     with pytest.raises(jsonschema.ValidationError, match="'replica' was unexpected"):
         jsonschema.validate(wrong, shapes["RayCluster"])
+
+
+@pytest.mark.parametrize("kubernetes", KEPT_VERSIONS)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_kubernetes_knows_every_field(name: str, kubernetes: str) -> None:
+    objects = list(standard_objects(render(*example(name), kubernetes=f"{kubernetes}.0")))
+    assert len(objects) > 10
+    found = {made["metadata"]["name"]: complaint(kubernetes, made) for made in objects}
+    assert not {name: said for name, said in found.items() if said}
+    assert "'dat' was unexpected" in complaint(kubernetes, WRONG)
+    pod = next(made for made in objects if made["kind"] == "Pod")
+    pod["spec"]["containers"][0]["lifecycle"] = {"preStop": {"sleep": {"second": 1}}}
+    assert "lifecycle/preStop/sleep" in complaint(kubernetes, pod)
 
 
 def test_ray_authentication_reaches_the_supervisor() -> None:
