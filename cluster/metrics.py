@@ -228,6 +228,8 @@ _COUNTERS = (
         "kv_write_s",
     ),
     ("preemptions", "Requests whose pages were taken for older ones", "preemptions"),
+    ("prompts_held", "Prompts that were computed before it was known who decodes them", "prompts_held"),
+    ("prompt_leases_expired", "Those that nobody asked for in time", "prompt_leases_expired"),
     ("worker_requests_finished", "Requests that ended at the worker", "requests_finished"),
 )
 _SPLIT = (

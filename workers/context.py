@@ -344,6 +344,7 @@ class ContextEngine:
         self.ledger.release_index_slot(job.sequence.request_id)
         self._held[job.request_id] = job
         job.ended = True
+        self.counters.prompts_held += 1
         held = Held(
             first_token=job.sequence.output[0], prompt_tokens_computed=job.sequence.prompt_tokens_computed
         )
@@ -395,6 +396,7 @@ class ContextEngine:
                 job.lease_end_s = now_s + job.lease_s
             if job.lease_end_s <= now_s:
                 self._give_up(job, "nobody asked for the held prompt in time")
+                self.counters.prompt_leases_expired += 1
 
     def _give_up(self, job: _ContextJob, reason: str) -> None:
         """A prompt goes no further, wherever it is; the other side, if there is one, learns that nobody will write."""

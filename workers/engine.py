@@ -83,6 +83,8 @@ class EngineCounters:
     transfers_expired: int = 0
     requests_finished: int = 0
     preemptions: int = 0
+    prompts_held: int = 0
+    prompt_leases_expired: int = 0
 
     def transfer_ended(self, state: TerminalState) -> None:
         match state:

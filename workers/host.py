@@ -233,6 +233,8 @@ class EngineHost:
             cached_pages=usage.cached_pages,
             cached_prompt_tokens=counters.cached_prompt_tokens,
             preemptions=counters.preemptions,
+            prompts_held=counters.prompts_held,
+            prompt_leases_expired=counters.prompt_leases_expired,
             transfers_cancelled=counters.transfers_cancelled,
             transfers_expired=counters.transfers_expired,
             drafted_steps=decode.drafted_steps,

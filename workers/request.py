@@ -190,6 +190,7 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     `quarantined_transfers` have broken, but their senders never said that no write is under way: they keep their pages.
     `drafted_steps` are the decode steps that verified a draft, `drafted_tokens` what those emitted: requests without
     drafting are not among them. `kv_write_s`: seconds in which writes to peers were under way.
+    `prompts_held` were computed before it was known who decodes them; `prompt_leases_expired` of them nobody asked for.
     A `draining` worker is sent nothing new, by no gateway.
     """
 
@@ -218,6 +219,8 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     cached_pages: int = 0
     cached_prompt_tokens: int = 0
     preemptions: int = 0
+    prompts_held: int = 0
+    prompt_leases_expired: int = 0
     quarantined_transfers: int = 0
     transfers_cancelled: int = 0
     transfers_expired: int = 0

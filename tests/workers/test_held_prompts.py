@@ -132,6 +132,8 @@ def test_a_lease_that_nobody_takes_up_gives_every_page_back(pair: HoldingPair) -
     assert pair.usage() != pair.baseline
     pair.tick_for(0.2)
     assert pair.usage() == pair.baseline
+    counters = pair.context.counters
+    assert (counters.prompts_held, counters.prompt_leases_expired) == (1, 1)
     request_id = pair.reserve()
     with pytest.raises(NotHeld):
         pair.ship(request_id)
