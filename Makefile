@@ -17,7 +17,7 @@ PROTOS := $(wildcard proto/cluster/rpc/v1/*.proto)
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help setup demo test check format lint types contracts protos stubs stubs-check unit parity gateways soak test-gpu chaos flood fuzz bench bench-gpu clean
+.PHONY: help setup demo test check format lint types contracts protos stubs stubs-check unit parity gateways soak test-gpu chaos flood fuzz bench bench-gpu bench-router clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -117,6 +117,17 @@ $(PEERS_STAMP): deploy/peers.txt
 gateways: setup $(PEERS_STAMP)  ## put smg, another project's gateway, in front of a real cluster (minutes, own environment)
 	@$(BIN)/python -m pytest tests/gateways -m gateways -rP
 
+# The routers of two projects bring scripts of the same name: an environment each.
+.venv-%-router/.setup: deploy/routers.txt
+	@test -n "$(PYTHON)" || { echo "Slipstream needs Python 3.11 or newer"; exit 1; }
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install $(QUIET) --disable-pip-version-check $$(grep '^$*-router==' $<)
+	@touch $@
+
+bench-router: setup $(PEERS_STAMP) .venv-vllm-router/.setup .venv-sglang-router/.setup  ## what our gateway costs, beside smg, vllm-router and sglang-router (minutes, own environments)
+	@$(BIN)/python -m tests.bench.router --peer smg=.venv-peers --peer vllm-router=.venv-vllm-router \
+		--peer sglang-router=.venv-sglang-router $(ROUTER)
+
 soak: setup  ## ten thousand histories of a pair, twenty deaths over NIXL (minutes)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -m soak --hypothesis-show-statistics
 
@@ -146,5 +157,5 @@ bench: setup  ## bookkeeping per decode step; shipping a prompt's KV, against me
 	@$(BIN)/python -m tests.bench.kv_transfer
 
 clean:  ## remove caches and both environments
-	rm -rf .venv .venv-parity .venv-peers .venv-deploy .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist
+	rm -rf .venv .venv-parity .venv-peers .venv-*-router .venv-deploy .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

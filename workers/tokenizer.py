@@ -108,6 +108,10 @@ class Tokenizer:
             return bytes(_BYTE_OF_CHARACTER[character] for character in token)
         return (self.decode([token_id], skip_special_tokens=False)).encode()
 
+    def save(self, file: Path) -> None:
+        """Write a tokenizer.json. What is done by hand (a beginning-of-sequence token in front) is not in it."""
+        self._backend.save(str(file))
+
     def stream(self, *, skip_special_tokens: bool = True) -> TextStream:
         """A decoder for one answer that arrives token by token."""
         return TextStream(self, skip_special_tokens)
