@@ -72,6 +72,11 @@ class Assembler:
         # A worker knows stop tokens only, not stop strings: its "stop" means that its last token is one, and a stop
         # token is part of the answer's tokens but not of its text.
         silent = len(output.token_ids) - 1 if output.finish_reason == "stop" else None
+        if not self._text.may_stop and self.num_tokens + len(output.token_ids) <= self._max_tokens:
+            self.num_tokens += len(output.token_ids)
+            if shown := self._text.add(*output.token_ids[:silent]):
+                text.append(shown)
+            return len(output.token_ids)
         for index, token_id in enumerate(output.token_ids):
             self.num_tokens += 1
             if self.num_tokens > self._max_tokens:

@@ -23,6 +23,7 @@ from rich.console import Console
 from cluster.access import Access
 from cluster.config import ConfigError, client_access, load_config, server_address
 from cluster.logs import configure
+from cluster.loop import run as run_loop
 from cluster.version import VERSION
 
 # Commands of other modules: name → (where it is, what `--help` says of it).
@@ -186,7 +187,7 @@ def serve(config_path: Path | None, host_factory: str | None, **options: Any) ->
     configure(config.log_format, config.log_level)
     display = StartDisplay(Console())
     with display:
-        asyncio.run(
+        run_loop(
             run(
                 config,
                 display.report,

@@ -7,7 +7,7 @@ reaches. The HTTP door serves them too, under the rules of all its other paths.
 from __future__ import annotations
 
 import contextlib
-import uuid
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +51,7 @@ class Doors:
             tls = _tls_files(config)
             self._grpc = Door(gateway, tokens=tokens, tls=tls)
         operations = Operations(gateway, collectors)
-        routes = [*openai_routes(gateway, lambda: uuid.uuid4().hex), *operations.routes()]
+        routes = [*openai_routes(gateway, lambda: os.urandom(16).hex()), *operations.routes()]
         self._http = HttpDoor(make_app(routes, tokens), tls)
         self._metrics = HttpDoor(make_app(operations.routes()))
         self._engines = _engine_doors(config, gateway)

@@ -21,6 +21,7 @@ import logging
 import struct
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from functools import partial
 from typing import Final, NamedTuple, cast
 
 _log = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class _Kind:
 
 
 CONNECT_TIMEOUT_S: Final = 5.0
+_STOOD_STILL_S: Final = 0.05  # an event loop that is so late has done, or been, something else
 _FLUSH_BYTES: Final = 1 << 16  # what is larger does not wait for the end of the turn
 
 
@@ -379,6 +381,22 @@ class _ClientConnection(_Framing):
         return self._next_call
 
 
+class _Expired(Exception):
+    """No answer came in time."""
+
+
+def _expire(answer: asyncio.Future[bytes], due_s: float, timeout_s: float, *, again: bool = True) -> None:
+    """A process that stood still itself must not blame the other: the answer may be here, and nobody has read it."""
+    if answer.done():
+        return
+    loop = answer.get_loop()
+    late_s = loop.time() - due_s
+    if again and late_s > _STOOD_STILL_S:
+        loop.call_later(min(late_s, timeout_s), partial(_expire, answer, due_s, timeout_s, again=False))
+        return
+    answer.set_exception(_Expired(f"no answer within {timeout_s:g} s"))
+
+
 def _asked(method: bytes, note: bytes, body: bytes) -> bytes:
     note = note if len(note) <= 255 else b""
     return b"".join((bytes((len(method),)), method, bytes((len(note),)), note, body))
@@ -410,22 +428,27 @@ class FramedClient:
         connection = self._connection
         if connection is None or not connection.open:
             connection = await self._connect(timeout_s)
-        asked_s = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        asked_s = loop.time()
         call, answer = connection.ask(method.encode(), note.encode(), body)
+        if timeout_s is None:
+            timer = None
+        else:
+            timer = loop.call_at(asked_s + timeout_s, _expire, answer, asked_s + timeout_s, timeout_s)
         try:
-            if timeout_s is None:
-                return await answer
-            async with asyncio.timeout(timeout_s):
-                return await answer
-        except TimeoutError:
+            return await answer
+        except _Expired as expired:
             if connection.heard_s < asked_s:
                 # Not one sign of life all the while: the next call is to find out anew whether there is anybody.
                 connection.abort()
             connection.forget(call, drop=True)
-            raise CallFailed(f"no answer within {timeout_s:g} s") from None
+            raise CallFailed(str(expired)) from None
         except asyncio.CancelledError:
             connection.forget(call, drop=True)
             raise
+        finally:
+            if timer is not None:
+                timer.cancel()
 
     async def stream(self, method: str, body: bytes) -> AsyncGenerator[bytes, None]:
         """Items until the server ends the stream; closing the iterator tells the server. Raises as `call` does."""

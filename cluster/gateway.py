@@ -72,6 +72,7 @@ from workers.request import (
     ShipRequest,
     SubmitRequest,
     TokenFrame,
+    WorkerFacts,
 )
 
 _log = logging.getLogger(__name__)
@@ -154,6 +155,7 @@ class Gateway:
         self._records: deque[RequestRecord] = deque(maxlen=MAX_RECORDS)  # latest last
         self._tracing = tracing if tracing is not None else NoTracing()
         self._holds = Holds()
+        self._limits: dict[tuple[Role, ...], tuple[list[WorkerFacts], ModelLimits]] = {}  # as last asked
         self._num_admitted = 0
         self._empty = asyncio.Event()
         self._empty.set()
@@ -228,11 +230,15 @@ class Gateway:
     def limits(self, route: Route | None = None) -> ModelLimits:
         """What requests are checked against: the tightest of the route's workers. Raises NoWorkerReady."""
         roles = _roles(route or self.settings.route)
-        facts = facts_of(link for link in self.links if link.worker.role in roles)
+        links = self._membership.links.values()
+        facts = facts_of(link for link in links if link.worker.role in roles)
+        known = self._limits.get(roles)
+        if known is not None and known[0] == facts:
+            return known[1]
         decoding = [fact for fact in facts if fact.role != "context"]
         if not decoding:
             raise NoWorkerReady("no worker has joined yet", retry_after_s=RETRY_AFTER_S)
-        return ModelLimits(
+        limits = ModelLimits(
             model=decoding[0].model,
             vocab_size=min(fact.vocab_size for fact in facts),
             max_seq_len=min(fact.max_seq_len for fact in facts),
@@ -240,6 +246,8 @@ class Gateway:
             eos_token_ids=decoding[0].eos_token_ids,
             dtype=decoding[0].dtype,
         )
+        self._limits[roles] = (facts, limits)
+        return limits
 
     def named(self, request: AnswerRequest) -> AnswerRequest:
         """The request with an id that `cancel` knows it by; one that the client chose stays."""
@@ -437,6 +445,9 @@ class Gateway:
         del self._live[live.request_id]
         live.run.end(time.monotonic())
         ended_well = assembler.worker_done and assembler.reason is not None
+        if ended_well and live.legs is not None and live.legs.done():
+            live.let_go_of_all()
+            return
         self._spawn(self._retire(live, ended_well))
 
     def _choose(
@@ -659,8 +670,7 @@ class Gateway:
             await self._tell_holders(live)
             self._retiring.discard(live.request_id)
         await asyncio.gather(legs, return_exceptions=True)
-        for link in list(live.holders):
-            live.let_go(link)
+        live.let_go_of_all()
 
     async def _tell_holders(self, live: LiveRequest) -> None:
         """Cancel at every worker that may hold the request. One that does not answer is gone, or soon suspect."""

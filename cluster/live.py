@@ -81,6 +81,10 @@ class LiveRequest:
         if self._trace:
             link.client.traces[self.request_id] = self._trace
 
+    def let_go_of_all(self) -> None:
+        for link in list(self.holders):
+            self.let_go(link)
+
     def let_go(self, link: WorkerLink) -> None:
         if link in self.holders:
             self.holders.remove(link)

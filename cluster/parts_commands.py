@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from cluster.config import ClusterConfig, ConfigError, load_config
 from cluster.doors import Addresses
 from cluster.keeping import keep_workers
 from cluster.logs import configure
+from cluster.loop import run as run_loop
 from cluster.progress import StartDisplay
 from cluster.registry import Roster
 
@@ -48,7 +48,7 @@ def _workers(config_path: Path | None, host_factory: str | None, **options: Any)
     configure(config.log_format, config.log_level)
     display = StartDisplay(Console())
     with display:
-        asyncio.run(
+        run_loop(
             keep_workers(
                 config,
                 display.report,
@@ -79,7 +79,7 @@ def _gateway(config_path: Path | None, **options: Any) -> None:
         display.ready(addresses, seconds, config, "a gateway")
 
     with display:
-        asyncio.run(serve_attached(config.attach, config_for, display.report, ready))
+        run_loop(serve_attached(config.attach, config_for, display.report, ready))
 
 
 workers_command = click.Command(

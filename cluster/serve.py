@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
+import os
+import secrets
 import socket
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
@@ -62,8 +62,8 @@ def make_gateway(config: ClusterConfig, workers: Sequence[WorkerAddress], tokeni
         workers,
         tokenizer,
         settings,
-        new_id=lambda: uuid.uuid4().hex,
-        new_seed=lambda: random.SystemRandom().getrandbits(63),
+        new_id=lambda: os.urandom(16).hex(),
+        new_seed=lambda: secrets.randbits(63),
         tracing=gateway_tracing(config.otel_endpoint),
     )
 

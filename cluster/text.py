@@ -26,6 +26,7 @@ class Detokenizer:
 
     _LONGEST_WINDOW = 32  # tokens; a character has at most 4 bytes, so a longer one is a run of broken bytes
     _KEPT_OF_LONGEST = 8
+    _MOST_AT_ONCE = 16  # so that a window that slides over broken bytes slides as it does for single tokens
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
@@ -33,9 +34,14 @@ class Detokenizer:
         self._read = 0  # tokens of the window whose text was complete when the window began
         self._returned = 0  # characters of the window's text that were returned already
 
-    def add(self, token_id: int) -> str:
-        """Text that this token makes final."""
-        self._window.append(token_id)
+    def add(self, *token_ids: int) -> str:
+        """Text that these tokens make final. Two decodings, however many they are."""
+        if len(token_ids) > self._MOST_AT_ONCE:
+            pieces = (
+                token_ids[at : at + self._MOST_AT_ONCE] for at in range(0, len(token_ids), self._MOST_AT_ONCE)
+            )
+            return "".join(self.add(*piece) for piece in pieces)
+        self._window.extend(token_ids)
         text = self._decode(self._window)
         # An incomplete character decodes to exactly one replacement, at the very end. Everything before is final.
         undecided = text.endswith(REPLACEMENT)
@@ -109,14 +115,22 @@ class AnswerText:
     def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
         self._detokenizer = Detokenizer(decode)
         self._stops = StopStrings(stops)
+        self._may_stop = bool(stops)
 
     @property
     def stop(self) -> str | None:
         """The stop string that ended the answer."""
         return self._stops.matched
 
-    def add(self, token_id: int) -> str:
-        return self._stops.add(self._detokenizer.add(token_id))
+    @property
+    def may_stop(self) -> bool:
+        """Whether there are stop strings: then tokens are added one by one, to know which of them ended the answer."""
+        return self._may_stop
+
+    def add(self, *token_ids: int) -> str:
+        """Text that these tokens make final."""
+        fresh = self._detokenizer.add(*token_ids)
+        return self._stops.add(fresh) if self._may_stop else fresh
 
     def finish(self) -> str:
         """The rest of the text. May find a stop string in it."""

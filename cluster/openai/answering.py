@@ -253,17 +253,27 @@ def _timeout_s(value: bytes | None) -> float | None:
 
 async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
     """Run `work`, and cancel it when the client leaves."""
-    working = asyncio.create_task(work)
-    leaving = asyncio.create_task(_disconnected(receive))
+    working = asyncio.current_task()
+    assert working is not None
+    left = False
+
+    async def watch() -> None:
+        nonlocal left
+        await _disconnected(receive)
+        left = True
+        working.cancel()
+
+    watching = asyncio.create_task(watch())
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await work
+        if left:
+            await asyncio.sleep(0)  # the cancellation has not arrived yet
+    except asyncio.CancelledError:
+        # Ours only if nobody else wants this task to end.
+        if not left or working.uncancel() > 0:
+            raise
     finally:
-        leaving.cancel()
-        if not working.done():
-            working.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
-    if not working.cancelled():
-        working.result()
+        watching.cancel()
 
 
 async def _disconnected(receive: Receive) -> None:

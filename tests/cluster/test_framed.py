@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import struct
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -162,6 +163,16 @@ async def test_a_call_that_takes_too_long_fails_and_its_connection_stays(start: 
         assert await client.call("echo", b"") == b"me"
         assert handlers.cancelled == ["hold"]
         assert len(server.connections) == 1
+
+
+async def test_a_client_that_stood_still_itself_reads_what_has_come_before_it_gives_up(start: Start) -> None:
+    _, _, port = await start()
+    async with connected(port) as client:
+        await client.call("echo", b"")
+        asking = asyncio.create_task(client.call("echo", b"", 0.1))
+        await asyncio.sleep(0)
+        time.sleep(0.3)  # noqa: ASYNC251 (the event loop stands still)
+        assert await asking == b"me"
 
 
 async def test_a_server_that_is_silent_all_the_while_is_connected_to_anew() -> None:

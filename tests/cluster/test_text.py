@@ -43,6 +43,13 @@ def test_a_long_run_of_broken_bytes_reads_as_it_would_all_at_once(data: list[int
     assert "".join(map(detokenizer.add, data)) + detokenizer.finish() == decode_bytes(data)
 
 
+@given(st.lists(st.binary(max_size=40), max_size=12))
+def test_tokens_added_together_read_as_those_added_one_by_one(groups: list[bytes]) -> None:
+    detokenizer = Detokenizer(decode_bytes)
+    text = "".join(detokenizer.add(*group) for group in groups) + detokenizer.finish()
+    assert text == decode_bytes(b"".join(groups))
+
+
 def test_the_cost_of_a_token_does_not_grow_with_the_answer() -> None:
     longest = 0
 
