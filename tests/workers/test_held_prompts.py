@@ -219,6 +219,26 @@ def test_a_second_hold_takes_what_the_first_left_in_the_prefix_cache(pair: Holdi
     assert stats.prompt_tokens_computed == 0
 
 
+def test_only_what_the_generation_worker_lacks_of_a_held_prompt_is_shipped(
+    pair: HoldingPair, random_models: Models
+) -> None:
+    shipped = []
+    for _ in range(2):
+        pair.said.clear()
+        pair.hold()
+        pair.tick_until_held()
+        request_id = pair.reserve()
+        pair.ship(request_id)
+        pair.run()
+        stats = pair.outcomes[request_id].stats
+        assert stats is not None
+        shipped.append((pair.granted[request_id].first_position, stats.kv_bytes_target, stats.kv_bytes_draft))
+        assert pair.outcomes[request_id].tokens == golden(random_models).tokens
+    (_, *whole), (first_position, *rest) = shipped
+    assert first_position == 36  # nine pages of four; the last of 37 tokens is always computed
+    assert all(0 < some < all_ for some, all_ in zip(rest, whole, strict=True))
+
+
 def test_a_failed_context_worker_gives_held_prompts_up(pair: HoldingPair) -> None:
     pair.hold()
     pair.tick_until_held()
