@@ -12,6 +12,10 @@ seconds (`drafter.costs`) and picks the best number, with three precautions:
   the balance falls behind by more than a little, nothing is drafted until it has recovered, whatever the
   estimates say.
 
+With a drafter that says how sure it is of each draft, the block is drafted in full and `trim` decides, when it is
+there, how much of it to verify (`drafter.scheduling`). What is left to choose beforehand is whether to draft at all:
+yes, but for the guard and for the plain steps that keep the costs known.
+
 Pure: it is told durations and outcomes, and holds no clock.
 """
 
@@ -22,6 +26,7 @@ from typing import Literal
 
 from drafter.acceptance import AcceptanceBook
 from drafter.costs import StepCosts, batch_bucket
+from drafter.scheduling import admit
 from kvmanager.ids import RequestId
 
 PolicyMode = Literal["full", "adaptive"]
@@ -42,8 +47,13 @@ _GUARD_MEMORY = 0.99  # weight of a step in the guard's balance after one more: 
 class BlockLengthPolicy:
     """Picks the number of drafts of each step. `mode`: "full" block, a fixed number, or "adaptive"."""
 
-    def __init__(self, max_draft_tokens: int, mode: PolicyMode | int = "full") -> None:
-        """`max_draft_tokens`: the drafter's limit, 0 without one. A larger fixed `mode` is cut to it."""
+    def __init__(
+        self, max_draft_tokens: int, mode: PolicyMode | int = "full", *, confident: bool = False
+    ) -> None:
+        """`max_draft_tokens`: the drafter's limit, 0 without one. A larger fixed `mode` is cut to it.
+
+        `confident`: drafts come with confidences, and steps can verify some of them.
+        """
         if max_draft_tokens < 0:
             raise ValueError(f"max_draft_tokens {max_draft_tokens} is negative")
         if isinstance(mode, int) and mode < 0:
@@ -58,6 +68,8 @@ class BlockLengthPolicy:
         self._allowance_s = 0.0
         self._balance = _Balance()
         self._tokens_of_step = 0
+        self._confident = confident and mode == "adaptive"
+        self._measuring = False
 
     def choose(self, batch_size: int, requests: Sequence[RequestId]) -> int:
         """Drafts per request, 0 .. max_draft_tokens, for the next step of this batch."""
@@ -68,11 +80,14 @@ class BlockLengthPolicy:
         if self._mode == "full":
             return self._max
         first = self._first_measurement()
+        self._measuring = first is not None
         if first is not None:
             return first
         if self._balance.behind:
             self._current[batch_bucket(batch_size)] = 0
             return 0
+        if self._confident:
+            return 0 if self._stale(0) and self._pay(self._costs.step_s(batch_size, 0)) else self._max
         rates = self._rates(batch_size, requests)
         best = self._best(batch_size, rates)
         probe = self._probe(batch_size, best, rates)
@@ -88,16 +103,38 @@ class BlockLengthPolicy:
         only = self._max if self._mode == "full" else min(self._mode, self._max)
         return range(only, only + 1)
 
+    def trim(self, confidences: Sequence[Sequence[float]]) -> list[int]:
+        """How many drafts of each request to verify, the block being there: all, but for a confident policy."""
+        if not self._confident or self._measuring:
+            return [len(drafts) for drafts in confidences]
+        batch_size, num_draft = len(confidences), max(map(len, confidences))
+        return admit(confidences, lambda tokens: self._costs.mixed_step_s(batch_size, num_draft, tokens))
+
+    @property
+    def trims(self) -> bool:
+        """Whether `trim` has anything to say."""
+        return self._confident
+
     def observe_acceptance(self, request: RequestId, num_draft: int, accepted: int) -> None:
-        """One request's outcome of a step; comes before that step's `observe_cost`."""
+        """One request's outcome of a step that verified `num_draft` drafts; before that step's `observe_cost`."""
         self._book.observe(request, num_draft, accepted)
         self._tokens_of_step += accepted + 1
 
-    def observe_cost(self, batch_size: int, num_draft: int, draft_s: float, verify_s: float) -> None:
-        """One step's durations; `draft_s` is ignored when nothing was drafted."""
-        self._costs.observe(batch_size, num_draft, draft_s, verify_s)
+    def observe_cost(
+        self,
+        batch_size: int,
+        num_draft: int,
+        draft_s: float,
+        verify_s: float,
+        num_verified: float | None = None,
+    ) -> None:
+        """One step's durations; `draft_s` is ignored when nothing was drafted.
+
+        `num_verified`: drafts of a request that were verified, on average; all when it is not given.
+        """
+        self._costs.observe(batch_size, num_draft, draft_s, verify_s, num_verified)
         self._steps += 1
-        self._last_done[num_draft] = self._steps
+        self._last_done[num_draft if num_verified is None else round(num_verified)] = self._steps
         step_s = verify_s + (draft_s if num_draft else 0.0)
         plain_s = self._costs.step_s(batch_size, 0)
         ceiling = _ALLOWANCE_STEPS * plain_s
@@ -144,11 +181,16 @@ class BlockLengthPolicy:
                 candidates.append(near)
         for candidate in candidates:
             charge = max(1 - rates[candidate] / rates[best], _LEAST_CHARGE)
-            charge_s = charge * self._costs.step_s(batch_size, candidate)
-            if charge_s <= self._allowance_s:
-                self._allowance_s -= charge_s
+            if self._pay(charge * self._costs.step_s(batch_size, candidate)):
                 return candidate
         return None
+
+    def _pay(self, charge_s: float) -> bool:
+        """Take a probe's charge from the allowance, if it is there."""
+        if charge_s > self._allowance_s:
+            return False
+        self._allowance_s -= charge_s
+        return True
 
     def _stale(self, num_draft: int) -> bool:
         return self._steps - self._last_done.get(num_draft, 0) >= _REFRESH_AFTER

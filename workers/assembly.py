@@ -189,7 +189,13 @@ def build(config: WorkerConfig, models: Models, make_port: MakePort | None = Non
         step=computing.step,
         sampler=sampler,
         ledger=ledger,
-        policy=BlockLengthPolicy(max_draft_tokens, config.draft_tokens),
+        policy=BlockLengthPolicy(
+            max_draft_tokens,
+            config.draft_tokens,
+            confident=drafter is not None
+            and drafter.config.confidence is not None
+            and computing.step.can_trim,
+        ),
         max_draft_tokens=max_draft_tokens,
     )
     engine_limits = EngineLimits(

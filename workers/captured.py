@@ -37,7 +37,7 @@ from workers.models.decoder import Decoder
 from workers.runner import ModelRunner
 from workers.sampler import Sampler
 from workers.sequence import Sequence
-from workers.step import StepOutcome
+from workers.step import StepOutcome, Trim
 
 _WARM_UPS = 2
 
@@ -136,9 +136,14 @@ class CapturedStep:
                 if width > 1:
                     self._draft(batch, width)
 
+    @property
+    def can_trim(self) -> bool:
+        """A graph verifies a fixed number of drafts, and asking for confidences first would make the host wait."""
+        return False
+
     @torch.inference_mode()
-    def run(self, sequences: Items[Sequence], num_draft: int) -> StepOutcome:
-        """See `DecodeStep.run`."""
+    def run(self, sequences: Items[Sequence], num_draft: int, trim: Trim | None = None) -> StepOutcome:
+        """See `DecodeStep.run`; every draft is verified."""
         live, width = len(sequences), num_draft + 1
         batch, shape_width = fitting(live, self._batches), fitting(width, self._widths)
         drafting = sequences[0].drafting

@@ -21,7 +21,7 @@ from kvmanager.ledger import KvLedger
 from workers.request import RequestOutput, TokenLogprob
 from workers.sampler import Sampler
 from workers.sequence import Sequence
-from workers.step import DecodeStep
+from workers.step import DecodeStep, Trim
 
 
 class DecodeLoop:
@@ -75,26 +75,29 @@ class DecodeLoop:
         num_draft = self._num_draft(group)
         ids = [s.request_id for s in group]
         starts = self._ledger.lengths_of(ids)
-        found = self._step.run(group, num_draft)
+        found = self._step.run(group, num_draft, self._trim(group))
         outputs = []
         lengths = []
-        for row, (sequence, start, accepted) in enumerate(zip(group, starts, found.accepted, strict=True)):
+        verified_each = found.verified or [num_draft] * len(group)
+        rows = zip(group, starts, found.accepted, verified_each, strict=True)
+        for row, (sequence, start, accepted, verified) in enumerate(rows):
             kept = sequence.take(found.targets[row][: accepted + 1])
             tokens = found.targets[row][:kept]
             lengths.append(start + kept)
-            sequence.count_step(kept, num_draft, accepted)
+            sequence.count_step(kept, verified, accepted)
             self.decode_steps += 1
             self.decode_tokens += kept
-            if num_draft:
+            if verified:
                 self.drafted_steps += 1
                 self.drafted_tokens += kept
             if sequence.drafting:
-                self._policy.observe_acceptance(sequence.request_id, num_draft, accepted)
+                self._policy.observe_acceptance(sequence.request_id, verified, accepted)
             logprobs = self._logprobs(sequence, found.logits_BWV[row, :kept], tokens)
             outputs.append(sequence.report(tokens, logprobs))
         self._ledger.commit_all(ids, lengths)
         if group[0].drafting:
-            self._policy.observe_cost(len(group), num_draft, found.draft_s, found.verify_s)
+            mean_verified = sum(verified_each) / len(group)
+            self._policy.observe_cost(len(group), num_draft, found.draft_s, found.verify_s, mean_verified)
         return outputs
 
     def _num_draft(self, group: list[Sequence]) -> int:
@@ -104,6 +107,11 @@ class DecodeLoop:
         if asked is not None:
             return min(asked, self._max_draft_tokens)
         return self._policy.choose(len(group), [s.request_id for s in group])
+
+    def _trim(self, group: list[Sequence]) -> Trim | None:
+        """Who decides how many drafts are verified: nobody when a request asked for a number itself."""
+        asked = group[0].sampling.draft_tokens is not None
+        return self._policy.trim if self._policy.trims and group[0].drafting and not asked else None
 
     def _logprobs(self, sequence: Sequence, logits_NV: Tensor, tokens: list[int]) -> list[TokenLogprob]:
         wanted = sequence.sampling.logprobs

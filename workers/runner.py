@@ -93,18 +93,25 @@ class ModelRunner:
 
     def verify(self, sequences: Items[Sequence], drafts_BK: Tensor) -> Tensor:
         """Target logits [B, K+1, V] behind each request's newest token and its K draft tokens (K may be 0)."""
-        width = drafts_BK.shape[1] + 1
+        num_draft = drafts_BK.shape[1]
+        logits_NV = self.verify_some(sequences, drafts_BK, [num_draft] * len(sequences))
+        return logits_NV.view(len(sequences), num_draft + 1, -1)
+
+    def verify_some(self, sequences: Items[Sequence], drafts_BK: Tensor, counts: list[int]) -> Tensor:
+        """Target logits [N, V] behind each request's newest token and its first counts[b] drafts, in that order."""
         starts = self._ledger.lengths_of([s.request_id for s in sequences])
+        widths = [count + 1 for count in counts]
         anchors_B1 = self._tokens([s.last_token for s in sequences]).unsqueeze(1)
-        tokens_T = torch.cat([anchors_B1, drafts_BK], dim=1).flatten()
-        hidden_TH = self._forward(
-            sequences,
-            tokens_T,
-            self._spans(starts, width),
-            [width] * len(sequences),
-            [s + width for s in starts],
-        )
-        return self._decoder.logits(hidden_TH).view(len(sequences), width, -1)
+        tokens_BW = torch.cat([anchors_B1, drafts_BK], dim=1)
+        positions_BW = self._spans(starts, tokens_BW.shape[1]).view(tokens_BW.shape)
+        if min(widths) < tokens_BW.shape[1]:
+            ahead_W = torch.arange(tokens_BW.shape[1], device=self.device)
+            verified_BW = ahead_W < self._tokens(widths).unsqueeze(1)
+            tokens_T, positions_T = tokens_BW[verified_BW], positions_BW[verified_BW]
+        else:
+            tokens_T, positions_T = tokens_BW.flatten(), positions_BW.flatten()
+        ends = [start + width for start, width in zip(starts, widths, strict=True)]
+        return self._decoder.logits(self._forward(sequences, tokens_T, positions_T, widths, ends))
 
     def _forward(
         self,

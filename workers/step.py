@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from drafter.proposal import Proposal
 from drafter.verify import accept
 from kvmanager.ledger import KvLedger
 from workers.runner import ModelRunner
@@ -25,8 +26,10 @@ from workers.sequence import Sequence
 class StepOutcome:
     """What a step found for its B requests, in order, with K drafts each.
 
-    `targets[b]`: the target's choice behind the anchor and behind each draft, K + 1 tokens, of which the first
-    accepted[b] + 1 hold. `logits_BWV`: [B, K + 1, V], valid until the next step. `draft_s`, `verify_s`: seconds.
+    `targets[b]`: the target's choice behind the anchor and behind each draft, of which the first accepted[b] + 1 hold.
+    `logits_BWV`: [B, K + 1, V], valid until the next step. `draft_s`, `verify_s`: seconds. `verified[b]`: how many of
+    its drafts the target looked at; None when at all of them. Where it was fewer, only logits of requests that asked
+    for log-probabilities are kept, and only of verified rows.
     """
 
     targets: list[list[int]]
@@ -34,6 +37,11 @@ class StepOutcome:
     logits_BWV: Tensor
     draft_s: float
     verify_s: float
+    verified: list[int] | None = None
+
+
+Trim = Callable[[Items[Items[float]]], list[int]]
+"""From each request's confidences in its drafts to how many of them to verify."""
 
 
 class DecodeStep(Protocol):
@@ -42,8 +50,15 @@ class DecodeStep(Protocol):
     def prepare(self, num_drafts: Iterable[int]) -> None:
         """Make ready for steps with so many drafts, at start rather than at the first such step."""
 
-    def run(self, sequences: Items[Sequence], num_draft: int) -> StepOutcome:
-        """Step requests that all draft, or none of them; `num_draft` of them each."""
+    @property
+    def can_trim(self) -> bool:
+        """Whether `run` can verify fewer drafts than were made."""
+
+    def run(self, sequences: Items[Sequence], num_draft: int, trim: Trim | None = None) -> StepOutcome:
+        """Step requests that all draft, or none of them; `num_draft` of them each.
+
+        `trim` is asked, when the drafter has confidences, how many of each request's drafts to verify.
+        """
 
 
 class EagerStep:
@@ -60,25 +75,66 @@ class EagerStep:
     def prepare(self, num_drafts: Iterable[int]) -> None:
         """Nothing needs preparing."""
 
-    def run(self, sequences: Items[Sequence], num_draft: int) -> StepOutcome:
+    @property
+    def can_trim(self) -> bool:
+        return True
+
+    def run(self, sequences: Items[Sequence], num_draft: int, trim: Trim | None = None) -> StepOutcome:
         """See `DecodeStep.run`."""
         starts = self._ledger.lengths_of([s.request_id for s in sequences])
         began_s = self._clock()
-        drafts_BK = self._draft(sequences, starts, num_draft)
+        proposal = self._draft(sequences, starts, num_draft)
+        drafts_BK, verified = proposal.tokens_BK, None
+        if trim is not None and proposal.confidences_BK is not None:
+            verified = trim(proposal.confidences_BK.tolist())
+            drafts_BK = drafts_BK[:, : max(verified)]
         drafted_s = self._clock()
-        width = num_draft + 1
-        logits_BWV = self._runner.verify(sequences, drafts_BK)
-        logits_NV = logits_BWV.view(len(sequences) * width, -1)
-        sampling = [s.sampling for s in sequences for _ in range(width)]
-        positions = [start + 1 + offset for start in starts for offset in range(width)]
-        targets_BW = self._sampler.choose(logits_NV, sampling, positions).view(len(sequences), width)
+        counts = [drafts_BK.shape[1]] * len(sequences) if verified is None else verified
+        logits_NV = self._runner.verify_some(sequences, drafts_BK, counts)
+        sampling = [s.sampling for s, count in zip(sequences, counts, strict=True) for _ in range(count + 1)]
+        positions = [
+            start + 1 + ahead
+            for start, count in zip(starts, counts, strict=True)
+            for ahead in range(count + 1)
+        ]
+        targets_N = self._sampler.choose(logits_NV, sampling, positions)
+        wants_logits = any(s.sampling.logprobs is not None for s in sequences)
+        targets_BW, logits_BWV = _by_request(targets_N, logits_NV, counts, wants_logits)
         accepted = accept(drafts_BK, targets_BW).tolist()
+        if verified is not None:
+            # A draft behind the verified ones may equal the target's choice all the same, but what the target says
+            # behind it is not known yet.
+            accepted = [min(found, count) for found, count in zip(accepted, verified, strict=True)]
         targets = targets_BW.tolist()
-        return StepOutcome(targets, accepted, logits_BWV, drafted_s - began_s, self._clock() - drafted_s)
+        return StepOutcome(
+            targets, accepted, logits_BWV, drafted_s - began_s, self._clock() - drafted_s, verified
+        )
 
-    def _draft(self, sequences: Items[Sequence], starts: list[int], num_draft: int) -> Tensor:
+    def _draft(self, sequences: Items[Sequence], starts: list[int], num_draft: int) -> Proposal:
         """Draft tokens [B, num_draft]; draft k is for position start + 1 + k."""
         if num_draft == 0:
-            return torch.empty((len(sequences), 0), dtype=torch.int64, device=self._runner.device)
+            return Proposal(torch.empty((len(sequences), 0), dtype=torch.int64, device=self._runner.device))
         choice = self._sampler.draft_choice([s.sampling for s in sequences], [start + 1 for start in starts])
-        return self._runner.draft(sequences, num_draft, choice).tokens_BK
+        return self._runner.draft(sequences, num_draft, choice)
+
+
+_NO_TOKEN = -1  # equals no draft
+
+
+def _by_request(
+    targets_N: Tensor, logits_NV: Tensor, counts: list[int], wants_logits: bool
+) -> tuple[Tensor, Tensor]:
+    """Rows of requests with counts[b] + 1 tokens each, as [B, W] and [B, W, V]; see `StepOutcome` for gaps."""
+    num_requests, width = len(counts), max(counts) + 1
+    if min(counts) + 1 == width:
+        return targets_N.view(num_requests, width), logits_NV.view(num_requests, width, -1)
+    verified_BW = torch.arange(width, device=targets_N.device) <= torch.tensor(counts)[:, None].to(
+        targets_N.device
+    )
+    targets_BW = targets_N.new_full((num_requests, width), _NO_TOKEN)
+    targets_BW[verified_BW] = targets_N
+    if not wants_logits:
+        return targets_BW, logits_NV[0].expand(num_requests, width, -1)
+    logits_BWV = logits_NV.new_zeros((num_requests, width, logits_NV.shape[1]))
+    logits_BWV[verified_BW] = logits_NV
+    return targets_BW, logits_BWV
