@@ -76,6 +76,12 @@ class Annex:
         if num_tags:
             self.tags = Region(self._tag_bytes.ctypes.data, self._tag_bytes.nbytes, TAG.itemsize, num_tags)
 
+    @property
+    def staged_tags(self) -> Region:
+        """The staging buffer as places of tags."""
+        count = self.staging.size_bytes // TAG.itemsize
+        return Region(self.staging.address, self.staging.size_bytes, TAG.itemsize, count)
+
     def prepare(self, action: Prepare) -> None:
         for stage in action.stages:
             self._gather(stage)

@@ -32,6 +32,7 @@ from transceiver.wire import TARGET
 TAG = np.dtype([("owner", "<u8", 2), ("checksum", "<u8"), ("position", "<u4"), ("pool", "<u4")])
 
 Tags = npt.NDArray[np.void]
+Slots = npt.NDArray[np.int32]
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -39,15 +40,21 @@ Bytes = npt.NDArray[np.uint8]
 class PageBatch:
     """Pages of one transfer in one pool: where each lies here, its number in the receiver's pool, its first position.
 
-    Positions count from the first that the transfer ships.
+    Here it is the `numbers`-th of those that lie from the address `base` on. Positions count from the first that the
+    transfer ships.
     """
 
     owner: bytes
     pool: int
-    addresses: tuple[int, ...]
+    base: int
+    numbers: tuple[int, ...]
     page_bytes: int
     pages: tuple[PageId, ...]
     positions: tuple[int, ...]
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        return tuple(self.base + number * self.page_bytes for number in self.numbers)
 
 
 def owner_of(epoch: WorkerEpoch, transfer: TransferId) -> bytes:
@@ -95,7 +102,7 @@ def memory(address: int, size_bytes: int) -> Bytes:
     return np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(address))
 
 
-def slots(pages: Sequence[PageId], pool: int, num_target_pages: int) -> list[int]:
+def slots(pages: Sequence[PageId], pool: int, num_target_pages: int) -> Slots:
     """Where the tags of these pages lie in the receiver's region of tags."""
     first = 0 if pool == TARGET else num_target_pages
-    return [first + page for page in pages]
+    return np.array(pages, dtype=np.int32) + np.int32(first)

@@ -53,6 +53,8 @@ class Endpoint:
         self._annex = Annex(pools, identity.fingerprint.verify, staging_bytes)
         own = [self._annex.staging] if self._annex.tags is None else [self._annex.staging, self._annex.tags]
         transport.register(own)
+        if self._annex.tags is not None:
+            transport.stage_tags(self._annex.staged_tags)
         self._lock = threading.Lock()
         self._moved = False
         ours = Hello(

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from kvmanager.ids import PageId
 from transceiver import plan
 from transceiver.annex import Stage, Stamp
@@ -18,7 +16,7 @@ from transceiver.arena import Arena, Span
 from transceiver.content import TAG, PageBatch, slots
 from transceiver.formats import Copy, Route, page_formats, route
 from transceiver.port import PageLists
-from transceiver.transport import PageMove
+from transceiver.transport import PageMove, TagMove
 from transceiver.wire import DRAFT, TARGET, Hello, Region
 
 
@@ -28,7 +26,7 @@ class Cargo:
 
     moves: list[PageMove] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
-    tags: list[Copy] = field(default_factory=list)
+    tags: list[TagMove] = field(default_factory=list)
     stages: list[Stage] = field(default_factory=list)
     stamps: list[Stamp] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
@@ -66,9 +64,13 @@ class Lane:
         """Leading pages that can change no more."""
         return plan.pages_final(ready_position, self.num_tokens, self.route.shipped.page_size)
 
-    def load(self, ready_position: int, arena: Arena, staging: Region, cargo: Cargo) -> None:
-        """Put as many shippable pages into the cargo as the staging buffer has room for now."""
+    def load(
+        self, ready_position: int, arena: Arena, staging: Region, cargo: Cargo, limit: int | None = None
+    ) -> None:
+        """Put as many shippable pages into the cargo, up to a limit, as the staging buffer has room for now."""
         first, count = self.shipped, self.final(ready_position) - self.shipped
+        if limit is not None:
+            count = min(count, limit)
         page_bytes = self.route.shipped.page_bytes
         per_page = (page_bytes if self.route.staged else 0) + (TAG.itemsize if self.their_tags else 0)
         if per_page:
@@ -79,13 +81,13 @@ class Lane:
         span = arena.take(count * per_page) if per_page else None
         if span is not None:
             cargo.spans.append(span)
-        offset = span.offset if span is not None else 0
+        tags = span.offset if span is not None else 0
+        pages_at = tags + (count * TAG.itemsize if self.their_tags else 0)
         if self.route.staged:
             gathers = tuple(self.route.gathers(self.source, first, first + count, self.num_tokens))
-            cargo.stages.append(Stage(offset, self.route, self.ours.address, count, gathers))
+            cargo.stages.append(Stage(pages_at, self.route, self.ours.address, count, gathers))
             indices = list(range(first, first + count))
-            numbers, base = tuple(map(PageId, range(count))), staging.address + offset
-            offset += count * page_bytes
+            numbers, base = tuple(map(PageId, range(count))), staging.address + pages_at
         else:
             indices = plan.by_destination(self.destination, first, first + count)
             numbers, base = tuple(self.source[index] for index in indices), self.ours.address
@@ -95,30 +97,19 @@ class Lane:
         else:
             cargo.copies += self.route.copies(pages, numbers, ours=base, theirs=self.theirs)
         if self.their_tags is not None:
-            addresses = tuple(base + number * page_bytes for number in numbers)
-            stamped = batch(self.owner, self.pool, self.route, addresses, pages, indices)
-            cargo.stamps.append(Stamp(offset, stamped))
-            cargo.tags += self._tag_copies(staging.address + offset, pages, self.their_tags)
+            stamped = batch(self.owner, self.pool, self.route, base, numbers, pages, indices)
+            cargo.stamps.append(Stamp(tags, stamped))
+            places = slots(pages, self.pool, self.their_target_pages)
+            cargo.tags.append(TagMove(staging.address + tags, places))
         self.shipped += count
-
-    def _tag_copies(self, ours: int, pages: tuple[PageId, ...], theirs: Region) -> list[Copy]:
-        places = np.array(slots(pages, self.pool, self.their_target_pages))
-        starts = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist()]
-        return [
-            Copy(
-                ours + start * TAG.itemsize,
-                theirs.address + int(places[start]) * TAG.itemsize,
-                (end - start) * TAG.itemsize,
-            )
-            for start, end in zip(starts, [*starts[1:], len(pages)], strict=True)
-        ]
 
 
 def batch(
     owner: bytes,
     pool: int,
     route: Route,
-    addresses: tuple[int, ...],
+    base: int,
+    numbers: tuple[PageId, ...],
     pages: tuple[PageId, ...],
     indices: Sequence[int],
 ) -> PageBatch:
@@ -127,7 +118,8 @@ def batch(
     return PageBatch(
         owner=owner,
         pool=pool,
-        addresses=addresses,
+        base=base,
+        numbers=numbers,
         page_bytes=route.shipped.page_bytes,
         pages=pages,
         positions=tuple(index * size for index in indices),

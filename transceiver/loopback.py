@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from kvmanager.ids import WorkerEpoch
 from transceiver.errors import TransportError
 from transceiver.formats import Copy
-from transceiver.transport import Inbound, PageMove, Write, WriteEnded, WriteId
+from transceiver.transport import Inbound, PageMove, TagMove, Write, WriteEnded, WriteId
 from transceiver.wire import Hello, Pools, Region
 
 
@@ -41,6 +41,7 @@ class Faults:
 @dataclass
 class _Worker:
     pools: Pools
+    tags: Region | None = None
     messages: list[tuple[float, int, WorkerEpoch, bytes]] = field(default_factory=list)
     pending: dict[WriteId, tuple[float, Write]] = field(default_factory=dict)
     cancelled: set[WriteId] = field(default_factory=set)
@@ -81,9 +82,12 @@ class LoopbackHub:
         with self._lock:
             self._workers.pop(epoch, None)
 
-    def require(self, epoch: WorkerEpoch) -> None:
-        if epoch not in self._workers:
+    def learn(self, epoch: WorkerEpoch, tags: Region | None) -> None:
+        """A worker's hello is about: where its tags lie."""
+        worker = self._workers.get(epoch)
+        if worker is None:
             raise TransportError(f"worker {epoch} is not on this hub")
+        worker.tags = tags
 
     def send(self, source: WorkerEpoch, destination: WorkerEpoch, message: bytes) -> None:
         with self._lock:
@@ -153,7 +157,7 @@ class LoopbackHub:
         if self._random.random() < self.faults.write_failure:
             return "injected fault"
         copies = [*_expanded(write.moves, sender.pools, receiver.pools), *write.copies]
-        for copy in (*copies, *write.tags):
+        for copy in (*copies, *_expanded_tags(write.tags, receiver.tags)):
             self._move(copy.destination, copy.source, copy.size)
         if copies and self._random.random() < self.faults.corruption:
             copy = self._random.choice(copies)
@@ -177,6 +181,17 @@ def _expanded(moves: Sequence[PageMove], ours: Pools, theirs: Pools) -> list[Cop
     return copies
 
 
+def _expanded_tags(moves: Sequence[TagMove], theirs: Region | None) -> list[Copy]:
+    if theirs is None:
+        return []
+    size = theirs.page_bytes
+    return [
+        Copy(move.source + index * size, theirs.address + int(slot) * size, size)
+        for move in moves
+        for index, slot in enumerate(move.slots)
+    ]
+
+
 class LoopbackTransport:
     """One worker's end of a `LoopbackHub`; implements `Transport`."""
 
@@ -193,11 +208,14 @@ class LoopbackTransport:
     def register(self, regions: Sequence[Region]) -> None:
         """All memory of the process can be written."""
 
+    def stage_tags(self, staging: Region) -> None:
+        """Addresses are enough here."""
+
     def metadata(self) -> bytes:
         return b""
 
     def add_peer(self, hello: Hello) -> None:
-        self._hub.require(hello.epoch)
+        self._hub.learn(hello.epoch, hello.pools.tags)
         self._peers.add(hello.epoch)
 
     def remove_peer(self, peer: WorkerEpoch) -> None:

@@ -4,9 +4,8 @@ Life cycle: made, used and closed by one thread (the agent is not locked; for po
 is current in it). The agent's name is the worker's epoch, so a restarted worker is a new agent. Pools and whatever
 `register` brings are registered whole, once, and every pool is prepared as a list of its pages, ours and each peer's.
 
-A write is some requests, and complete when all of them are. Pages that move as they are: page numbers into the two
-prepared lists, of which NIXL makes one descriptor per run. What comes from the staging buffer: a descriptor per copy.
-Tags: host memory on both sides, so a request of their own when the pools are on devices.
+A write is some requests, and complete when all of them are. Pages that move as they are, and tags: numbers into two
+prepared lists, of which NIXL makes one descriptor per run. Pages from the staging buffer: a descriptor per copy.
 
 What NIXL (1.5.1) does and this file answers:
 
@@ -39,7 +38,7 @@ from kvmanager.ids import DUMMY_PAGE, WorkerEpoch
 from transceiver import cuda
 from transceiver.errors import TransportError
 from transceiver.formats import Copy
-from transceiver.transport import Inbound, PageMove, Write, WriteEnded, WriteId
+from transceiver.transport import Inbound, PageMove, TagMove, Write, WriteEnded, WriteId
 from transceiver.wire import DRAFT, TARGET, Hello, Pools, Region
 
 _log = logging.getLogger(__name__)
@@ -94,10 +93,11 @@ class _InFlight:
 
 @dataclass(slots=True)
 class _Peer:
-    """`lists`: its pools as lists of pages, by number."""
+    """`lists`: its pools as lists of pages, by number. `tags`: its tags as a list."""
 
     pools: Pools
     lists: dict[int, _Handle] = field(default_factory=dict)
+    tags: _Handle | None = None
 
 
 class NixlTransport:
@@ -110,9 +110,11 @@ class NixlTransport:
         self._agent, self._errors = _make_agent(epoch, on_device=pools.target.device is not None)
         self._registrations: list[object] = []
         self.register([pools.target] if pools.draft is None else [pools.target, pools.draft])
-        self._lists = self._prepare(_OURS, pools)
+        self._lists = self._prepare_pools(_OURS, pools)
+        self._staging: tuple[Region, _Handle] | None = None  # where tags come from, as a list of them
         self._peers: dict[WorkerEpoch, _Peer] = {}
         self._in_flight: dict[WriteId, _InFlight] = {}
+        self._spent: list[_Handle] = []
         self._ended: list[WriteEnded] = []
         self._lost: list[tuple[WorkerEpoch, str]] = []
 
@@ -130,6 +132,9 @@ class NixlTransport:
         except self._errors as error:
             raise TransportError(f"NIXL cannot register the worker's memory: {error}") from error
 
+    def stage_tags(self, staging: Region) -> None:
+        self._staging = (staging, self._prepare(_OURS, staging))
+
     def metadata(self) -> bytes:
         return self._agent.get_agent_metadata()
 
@@ -145,11 +150,12 @@ class NixlTransport:
             self._quietly(forget)
             raise TransportError(f"worker {hello.epoch} presents the metadata of agent {named}")
         try:
-            lists = self._prepare(named, hello.pools)
+            lists = self._prepare_pools(named, hello.pools)
+            tags = None if hello.pools.tags is None else self._prepare(named, hello.pools.tags)
         except TransportError:
             self._quietly(forget)
             raise
-        self._peers[hello.epoch] = _Peer(hello.pools, lists)
+        self._peers[hello.epoch] = _Peer(hello.pools, lists, tags)
         self._warm_up(hello)
 
     def remove_peer(self, peer: WorkerEpoch) -> None:
@@ -158,7 +164,7 @@ class NixlTransport:
             return
         for write in [write for write, entry in self._in_flight.items() if entry.peer == peer]:
             self.cancel(write)
-        self._release(list(known.lists.values()))
+        self._release([*known.lists.values(), *([known.tags] if known.tags is not None else [])])
         self._quietly(partial(self._agent.remove_remote_agent, peer))
 
     def write(self, write: Write) -> None:
@@ -170,13 +176,9 @@ class NixlTransport:
         try:
             # Each is posted before the next is made: a device copies pages while tags get ready. Between host memories
             # of one machine a post copies everything before it returns.
-            for move in write.moves:
-                handles.append(self._move(peer, move))
+            for make in self._requests(write, peer):
+                handles.append(make())
                 self._agent.transfer(handles[-1])
-            for copies, here, there in self._batches(peer, write):
-                if copies:
-                    handles.append(self._request(write.peer, copies, here, there))
-                    self._agent.transfer(handles[-1])
         except self._errors as error:
             self._release(handles)
             self._fail(write.write, write.peer, error)
@@ -184,14 +186,15 @@ class NixlTransport:
         self._in_flight[write.write] = _InFlight(write.peer, handles)
         self._settle(write.write)
 
-    def _batches(self, peer: _Peer, write: Write) -> list[tuple[tuple[Copy, ...], Region, Region]]:
-        """Copies that share a request: NIXL wants one kind of memory on each side of it."""
-        ours, theirs = self._pools.target, peer.pools.target
-        if ours.device is None and theirs.device is None:
-            return [((*write.copies, *write.tags), _HOST, _HOST)]
-        return [(write.copies, ours, theirs), (write.tags, _HOST, _HOST)]
+    def _requests(self, write: Write, peer: _Peer) -> list[Callable[[], _Handle]]:
+        made: list[Callable[[], _Handle]] = [partial(self._move, peer, move) for move in write.moves]
+        if write.copies:
+            made.append(partial(self._request, write.peer, write.copies, peer.pools.target))
+        return [*made, *(partial(self._tag, peer, tags) for tags in write.tags)]
 
-    def _request(self, peer: WorkerEpoch, copies: Sequence[Copy], ours: Region, theirs: Region) -> _Handle:
+    def _request(self, peer: WorkerEpoch, copies: Sequence[Copy], theirs: Region) -> _Handle:
+        """Copies out of our pool or the staging buffer, which is host memory like the pool then."""
+        ours = self._pools.target
         source = _rows([(copy.source, copy.size, ours.device or 0) for copy in copies])
         destination = _rows([(copy.destination, copy.size, theirs.device or 0) for copy in copies])
         return self._agent.initialize_xfer(
@@ -207,22 +210,28 @@ class NixlTransport:
             "WRITE", self._lists[move.pool], source, peer.lists[move.pool], destination
         )
 
-    def _prepare(self, agent: str, pools: Pools) -> dict[int, _Handle]:
-        """Every pool as a list of its pages. Raises TransportError."""
+    def _tag(self, peer: _Peer, move: TagMove) -> _Handle:
+        if peer.tags is None or self._staging is None:
+            raise TransportError("tags for a worker that has no place for them, or from nowhere")
+        region, listed = self._staging
+        first = (move.source - region.address) // region.page_bytes
+        source = np.arange(first, first + len(move.slots), dtype=np.int32)
+        return self._agent.make_prepped_xfer("WRITE", listed, source, peer.tags, move.slots)
+
+    def _prepare_pools(self, agent: str, pools: Pools) -> dict[int, _Handle]:
+        numbered = ((TARGET, pools.target), (DRAFT, pools.draft))
+        return {number: self._prepare(agent, pool) for number, pool in numbered if pool is not None}
+
+    def _prepare(self, agent: str, region: Region) -> _Handle:
+        """A region as a list of its pages. Raises TransportError."""
+        size, device = region.page_bytes, region.device or 0
+        row = _rows([(region.address, size, device, size, region.num_pages)])
         try:
-            return {
-                number: self._agent.prep_xfer_dlist(
-                    agent,
-                    _rows(
-                        [(pool.address, pool.page_bytes, pool.device or 0, pool.page_bytes, pool.num_pages)]
-                    ),
-                    _memory(pool),
-                )
-                for number, pool in ((TARGET, pools.target), (DRAFT, pools.draft))
-                if pool is not None
-            }
+            return self._agent.prep_xfer_dlist(agent, row, _memory(region))
         except self._errors as error:
-            raise TransportError(f"NIXL cannot prepare pages of {agent or 'this worker'}: {error}") from error
+            raise TransportError(
+                f"NIXL cannot prepare memory of {agent or 'this worker'}: {error}"
+            ) from error
 
     def _warm_up(self, hello: Hello) -> None:
         """Write each pool's dummy page, which nobody reads, twice: the peer's pools are mapped, and the link is timed.
@@ -272,6 +281,8 @@ class NixlTransport:
         messages: list[tuple[WorkerEpoch, bytes]] = []
         for source, found in self._agent.get_new_notifs().items():
             messages.extend((WorkerEpoch(source), message) for message in found)
+        self._release(self._spent)  # of writes whose end has been told, which had to be told first
+        self._spent.clear()
         for write in list(self._in_flight):
             if write in self._in_flight:  # a failure of one write drops the peer's others
                 self._settle(write)
@@ -287,9 +298,10 @@ class NixlTransport:
             time.sleep(_CLOSING_POLL_S)
         for write in list(self._in_flight):
             self.cancel(write)
+        self._release(self._spent)
         for peer in list(self._peers):
             self.remove_peer(peer)
-        self._release(list(self._lists.values()))
+        self._release([*self._lists.values(), *([self._staging[1]] if self._staging is not None else [])])
         while self._registrations:
             registration = self._registrations.pop()
             self._quietly(partial(self._agent.deregister_memory, registration))
@@ -306,7 +318,7 @@ class NixlTransport:
         failed = [state for state in states if state not in ("DONE", "PROC")]
         if "PROC" in states and not failed:
             return
-        self.cancel(write)
+        self._spent += self._in_flight.pop(write).handles
         self._ended.append(WriteEnded(write, f"NIXL reports {failed[0]}" if failed else None))
 
     def _release(self, handles: list[_Handle]) -> None:
@@ -367,9 +379,6 @@ def _bindings() -> tuple[Any, Any]:
         except ImportError as error:
             missing = error
     raise TransportError(f"NIXL cannot be imported: {missing}") from missing
-
-
-_HOST = Region(0, 0, 0, 0)
 
 
 def _memory(region: Region) -> str:

@@ -53,7 +53,7 @@ class Pace:
 
 
 HOST_PACE = Pace()
-DEVICE_PACE = Pace(busy_s=0.00002, awaiting_s=0.0002, written_to_s=0.0002, waiting_s=0.001, settle_s=0.005)
+DEVICE_PACE = Pace(busy_s=0.0, awaiting_s=0.0002, written_to_s=0.0001, waiting_s=0.001, settle_s=0.005)
 """Between devices a prompt's KV takes a few milliseconds, and 0.3 of them would show."""
 
 

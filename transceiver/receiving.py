@@ -182,8 +182,7 @@ class Receiving:
         owner = owner_of(writer, entry.spec.transfer)
 
         def pages_in(pool: int, way: Route, region: Region, pages: tuple[PageId, ...]) -> PageBatch:
-            addresses = tuple(region.address + page * region.page_bytes for page in pages)
-            return batch(owner, pool, way, addresses, pages, range(len(pages)))
+            return batch(owner, pool, way, region.address, pages, pages, range(len(pages)))
 
         target, draft = ways
         found = [pages_in(TARGET, target, pools.target, destination.target[: entry.demand.target_pages])]

@@ -33,6 +33,8 @@ from transceiver.transfer import Outcome, Sender, SenderCommand, SenderEvent, Se
 from transceiver.transport import Write, WriteEnded, WriteId
 from transceiver.wire import DRAFT, TARGET, Hello, Region, TerminalState
 
+_FIRST_PAGES = 16
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mark:
@@ -78,6 +80,7 @@ class Sending:
         self._records = records
         self._staging = staging
         self._arena = Arena(staging.size_bytes)
+        self._on_device = ours.pools.target.device is not None
         self._held = Holding(peers, records)
         self._open: dict[TransferId, _Sending] = {}
         self._writes: dict[WriteId, TransferId] = {}
@@ -238,9 +241,14 @@ class Sending:
                 expired = Outcome(TerminalState.EXPIRED, _why_expired(entry, now_s))
                 self._on(transfer, SenderEvent.EXPIRED, expired)
             if entry.state.phase is SenderPhase.WRITING:
-                self._renew(transfer, entry, now_s)
+                shipped = _complete(entry)
                 self._ship(transfer, entry)
-                complete = all(lane.shipped == lane.num_pages for lane in entry.lanes)
+                complete = _complete(entry)
+                if self._on_device and complete and not shipped:
+                    entry.next_renew_s = (
+                        now_s  # a word ahead, for the receiver to look out for what is next: Done
+                    )
+                self._renew(transfer, entry, now_s)
                 if entry.handoff is not None and complete and not entry.in_flight:
                     self._on(transfer, SenderEvent.ALL_WRITTEN)
             if entry.state.phase is SenderPhase.QUIESCING:
@@ -260,10 +268,15 @@ class Sending:
         return wire.with_attempt(message, _ask(entry, now_s))
 
     def _ship(self, transfer: TransferId, entry: _Sending) -> None:
+        """Write what is final. Where a device does the copying, an idle one gets some pages at once, and the rest is
+        made ready meanwhile, in the next step.
+        """
+        hurry = self._on_device and not entry.in_flight
         while True:
             cargo = Cargo()
             for lane in entry.lanes:
-                lane.load(entry.ready_position, self._arena, self._staging, cargo)
+                limit = _FIRST_PAGES if hurry else None
+                lane.load(entry.ready_position, self._arena, self._staging, cargo, limit)
             if cargo.empty:
                 return
             write = Write(
@@ -279,6 +292,8 @@ class Sending:
             if cargo.stages or cargo.stamps:
                 self._records.actions.append(Prepare(tuple(cargo.stages), tuple(cargo.stamps)))
             self._records.actions.append(write)
+            if hurry:
+                return
 
     def _give_back(self, spans: list[Span]) -> None:
         for span in spans:
@@ -445,6 +460,10 @@ class Sending:
             raise BookCorrupt("a write in flight belongs to no open transfer")
         if any(peer not in self._peers or transfer in self._open for peer, transfer in self._late.values()):
             raise BookCorrupt("a late write goes to a worker that is gone, or its transfer is open")
+
+
+def _complete(entry: _Sending) -> bool:
+    return all(lane.shipped == lane.num_pages for lane in entry.lanes)
 
 
 def _key(transfer: TransferId) -> Key:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NewType, Protocol
 
 from kvmanager.ids import PageId, WorkerEpoch
+from transceiver.content import Slots
 from transceiver.formats import Copy
 from transceiver.wire import Hello, Region
 
@@ -30,6 +31,14 @@ class PageMove:
     destination: tuple[PageId, ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TagMove:
+    """Tags side by side in our staging buffer, from the address `source` on: the i-th goes to the peer's slots[i]."""
+
+    source: int
+    slots: Slots
+
+
 @dataclass(frozen=True, slots=True)
 class Write:
     """Pages and copies from our pools and staging buffer into the peer's pools, and tags into its host memory.
@@ -40,7 +49,7 @@ class Write:
     write: WriteId
     peer: WorkerEpoch
     copies: tuple[Copy, ...] = ()
-    tags: tuple[Copy, ...] = ()
+    tags: tuple[TagMove, ...] = ()
     moves: tuple[PageMove, ...] = ()
 
 
@@ -71,6 +80,10 @@ class Transport(Protocol):
 
     def register(self, regions: Sequence[Region]) -> None:
         """More memory of ours, besides the pools. Called before `metadata`. Raises TransportError."""
+        ...
+
+    def stage_tags(self, staging: Region) -> None:
+        """Where tags are written from: a registered region, its pages as large as tags. Raises TransportError."""
         ...
 
     def metadata(self) -> bytes:
