@@ -212,20 +212,19 @@ def rule_rows(rules: Sequence[ChoiceRule], positions: Sequence[int], device: tor
     return RuleRows(temperature_N, top_k_N, top_p_N, keys_N2, any_noise, any(filters))
 
 
-def choose_rows(logits_NV: Tensor, rows: RuleRows | None) -> tuple[Tensor, Tensor]:
-    """As `choose`, without a host synchronisation: token ids int64 [N], and which of them are final, bool [N].
+def choose_rows(logits_NV: Tensor, rows: RuleRows | None) -> tuple[Tensor, Tensor | None]:
+    """As `choose`, without a host synchronisation: token ids int64 [N], and which are final, bool [N] (None: all).
 
     A filter looks at a fixed number of best candidates here. A row that would have to keep more is not final: its
     token was chosen from those alone, which does for a draft; for the target's choice, call `choose`.
     """
     greedy_N = logits_NV.argmax(dim=-1)
-    final_N = torch.ones_like(greedy_N, dtype=torch.bool)
     if rows is None:
-        return greedy_N, final_N
+        return greedy_N, None
     is_greedy_N = rows.temperature_N == 0
     scores = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
     scores = scores / rows.temperature_N.masked_fill(is_greedy_N, 1.0)[:, None].to(scores.dtype)
-    chosen_N = greedy_N
+    chosen_N, final_N = greedy_N, None
     if rows.any_noise:
         chosen_N = _noisy_argmax(scores, _all_token_ids(scores.shape[-1], scores.device), rows.keys_N2)
     if rows.any_filter:

@@ -15,7 +15,7 @@ DEVICE = torch.device(DEVICE_NAME)
 
 def copy_memory(destination: int, source: int, size: int) -> None:
     """Copy bytes between any two addresses of the process, a device's among them."""
-    if DEVICE_NAME == "cpu":
+    if not torch.cuda.is_initialized():
         ctypes.memmove(destination, source, size)
         return
     torch.cuda.synchronize()

@@ -170,7 +170,7 @@ class CapturedStep:
         found, final = self._read_back(drafts_BK, targets_N.view(live, width), final_N)
         if not final:  # rare: some filter keeps more candidates than were looked at
             targets_N = self._choose_again(logits_NV, sequences, starts, width)
-            found, _ = self._read_back(drafts_BK, targets_N.view(live, width), torch.ones_like(final_N))
+            found, _ = self._read_back(drafts_BK, targets_N.view(live, width), None)
         return StepOutcome(
             targets=[row[:width] for row in found],
             accepted=[row[width] for row in found],
@@ -214,19 +214,20 @@ class CapturedStep:
         return drafts_BK
 
     def _read_back(
-        self, drafts_BK: Tensor, targets_BW: Tensor, final_N: Tensor
+        self, drafts_BK: Tensor, targets_BW: Tensor, final_N: Tensor | None
     ) -> tuple[list[list[int]], bool]:
         """The step's one wait. Rows of the target's W choices and the accepted count; whether all are final."""
         live, width = targets_BW.shape
-        accepted_B1 = accept(drafts_BK, targets_BW)[:, None]
-        final_B1 = final_N.view(live, width).all(dim=1, keepdim=True).long()
-        found = torch.cat((targets_BW, accepted_B1, final_B1), dim=1)
-        host = self._found_host[: found.numel()].view(live, width + 2)
+        columns = [targets_BW, accept(drafts_BK, targets_BW)[:, None]]
+        if final_N is not None:
+            columns.append(final_N.view(live, width).all(dim=1, keepdim=True).long())
+        found = torch.cat(columns, dim=1)
+        host = self._found_host[: found.numel()].view(live, found.shape[1])
         host.copy_(found, non_blocking=True)
         self._ended.record()
         self._ended.synchronize()
         rows: list[list[int]] = host.tolist()
-        return rows, all(row[-1] for row in rows)
+        return rows, final_N is None or all(row[-1] for row in rows)
 
     def _choose_again(
         self, logits_NV: Tensor, sequences: Items[Sequence], starts: list[int], width: int

@@ -101,7 +101,7 @@ def test_tokens_are_chosen_as_the_target_would_choose_from_the_same_logits(saved
     logits = paged.logits([0, 1], [4, 5], [6, 6], num_draft=3)
     for request, rule in enumerate(rules):
         expected = choose(logits[request], [rule] * 3, [7, 8, 9])
-        assert torch.equal(proposal.tokens_BK[request], expected)
+        assert torch.equal(proposal.tokens_BK[request].cpu(), expected)
     assert proposal.confidences_BK is None
 
 

@@ -24,7 +24,7 @@ from workers.pairs import ModelPair
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER = 4096, 32, 8, 128, 12288
 LAYERS, DRAFT_LAYERS, BLOCK = 36, 5, 16
-TAPS = (1, 9, 17, 25, 33)
+NUM_TAPS = 5
 VOCAB = 151936
 
 
@@ -37,6 +37,11 @@ class Shape:
     vocab_size: int = VOCAB
 
     @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers 1, 9, 17, 25 and 33 of 36."""
+        return tuple(1 + index * (self.num_layers - 4) // (NUM_TAPS - 1) for index in range(NUM_TAPS))
+
+    @property
     def layer_weights(self) -> int:
         return HIDDEN * (HEADS + 2 * KV_HEADS) * HEAD_DIM + HEADS * HEAD_DIM * HIDDEN + 3 * HIDDEN * INNER
 
@@ -47,7 +52,7 @@ class Shape:
     @property
     def context_weights(self) -> int:
         """What turns taps into the drafter's context: part of every verification."""
-        return len(TAPS) * HIDDEN * HIDDEN + self.draft_layers * 2 * KV_HEADS * HEAD_DIM * HIDDEN
+        return NUM_TAPS * HIDDEN * HIDDEN + self.draft_layers * 2 * KV_HEADS * HEAD_DIM * HIDDEN
 
     @property
     def target_weights(self) -> int:
@@ -116,7 +121,7 @@ def _drafter(  # type: ignore[no-untyped-def]
         for _ in range(shape.draft_layers)
     )
     weights = DraftWeights(
-        fc_HX=random(HIDDEN, len(TAPS) * HIDDEN),
+        fc_HX=random(HIDDEN, NUM_TAPS * HIDDEN),
         hidden_norm_H=ones(HIDDEN),
         norm_H=ones(HIDDEN),
         layers=layers,
@@ -145,7 +150,7 @@ def _drafter(  # type: ignore[no-untyped-def]
         "layer_types": ["full_attention"] * shape.draft_layers,
         "num_target_layers": shape.num_layers,
         "block_size": BLOCK,
-        "dflash_config": {"mask_token_id": 7, "target_layer_ids": [t for t in TAPS if t < shape.num_layers]},
+        "dflash_config": {"mask_token_id": 7, "target_layer_ids": list(shape.taps)},
     }
     return BlockDrafter(DrafterConfig.from_dict(raw), weights, ops=backend.ops)
 
