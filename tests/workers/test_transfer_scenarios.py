@@ -21,7 +21,6 @@ from transceiver.records import Timing
 from workers.assembly import Models, build
 from workers.config import WorkerConfig
 from workers.context import ContextEngine
-from workers.engine import Granted
 from workers.errors import InvalidRequest, TransferBroke
 from workers.request import PrefillRequest, Reservation, Role, SamplingParams
 
@@ -157,7 +156,7 @@ def test_s09_a_request_dropped_between_its_two_legs_costs_the_reservation_a_leas
     random_models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = pair_of(random_models)
-    monkeypatch.setattr(pair, "_prefill", lambda granted: None)
+    monkeypatch.setattr(pair, "_prefill", lambda request_id, reservation: None)
     a = pair.ask(PROMPTS[0], ANSWER, ttl_s=480.0)
     for _ in range(LEASE_TICKS):
         pair.tick()
@@ -211,8 +210,8 @@ class SecondContext:
     def serve(self, request_id: RequestId, max_ticks: int = 400) -> Outcome:
         """Run the request's prompt here; the pair's own context worker is not stepped."""
         pair = self._pair
-        pair._prefill = lambda granted: self.engine.prefill(  # type: ignore[method-assign]
-            prefill_of(pair, granted.request_id, granted.reservation, granted.request_id), pair.now_s
+        pair._prefill = lambda granted, reservation: self.engine.prefill(  # type: ignore[method-assign]
+            prefill_of(pair, granted, reservation, granted), pair.now_s
         )
         for _ in range(max_ticks):
             pair.tick(context=False)
@@ -320,15 +319,15 @@ def test_s18_a_reservation_whose_lease_is_over_is_refused(
     random_models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = pair_of(random_models)
-    monkeypatch.setattr(pair, "_prefill", lambda granted: kept.append(granted))
-    kept: list[Granted] = []
+    monkeypatch.setattr(pair, "_prefill", lambda request_id, reservation: kept.append(reservation))
+    kept: list[Reservation] = []
     a = pair.ask(PROMPTS[0], ANSWER)
     for _ in range(LEASE_TICKS):
         pair.tick()
     assert pair.outcomes[a].finish == "error"
     late = RequestId("late")
     pair.outcomes[late] = Outcome()
-    pair.context.prefill(prefill_of(pair, a, kept[0].reservation, late), pair.now_s)
+    pair.context.prefill(prefill_of(pair, a, kept[0], late), pair.now_s)
     pair.run()
     assert isinstance(pair.outcomes[late].refused, TransferBroke)
 
