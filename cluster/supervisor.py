@@ -46,6 +46,7 @@ from workers.request import Role
 _log = logging.getLogger(__name__)
 
 _STALL_LIMITS = 4  # a gateway calls a worker stalled long before it is given up
+_ASK_TIMEOUT_S = 5.0
 _LEAST_DRAIN_S = 60.0
 _LEAST_STARTS = 4  # a minute
 
@@ -167,9 +168,10 @@ class Supervisor:
                 _log.warning("worker %s runs empty, because the configuration has changed", name)
                 self._happened(name, DrainAsked())
                 try:
-                    await self._fleet.drain(name)
-                except (WorkerGone, WorkerSilent) as error:
-                    _log.warning("worker %s cannot be drained: %s", name, error)
+                    async with asyncio.timeout(_ASK_TIMEOUT_S):
+                        await self._fleet.drain(name)
+                except (TimeoutError, WorkerGone, WorkerSilent) as error:
+                    _log.warning("worker %s cannot be drained: %s", name, error or "it does not answer")
             case End(name, reason, why):
                 _log.warning("worker %s is ended: %s", name, why)
                 await self._gone(name, reason, planned=reason in ("changed", "surplus"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -85,3 +86,11 @@ def held_at(gateway: str) -> list[str]:
             if getattr(worker, figure):
                 found.append(f"{name} has {figure} {getattr(worker, figure)}")
     return found
+
+
+def worker_pid(home: Path, name: str) -> int:
+    """The process of a worker, which says where it is in a note of its own."""
+    for note in home.rglob("slipstream-workers-*/*.json"):
+        if json.loads(note.read_text())["name"] == name and Path(f"/proc/{note.stem}").exists():
+            return int(note.stem)
+    raise AssertionError(f"no note of {name}")

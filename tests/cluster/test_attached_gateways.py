@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -18,7 +17,7 @@ import pytest
 from cluster.client import Client
 from cluster.errors import RequestError
 from cluster.rpc.v1 import admin_pb2
-from tests.cluster.parts import Part, environment, held_at, workers_at
+from tests.cluster.parts import Part, environment, held_at, worker_pid, workers_at
 from tests.cluster.ray_head import free_ports
 from tests.workers.split_pair import run_aggregated
 from workers.assembly import load_models
@@ -39,6 +38,7 @@ draft_tokens = 0
 silence_limit_s = 3
 heartbeat_timeout_s = 2
 num_threads = 1
+drain_s = 60
 """
 
 
@@ -54,18 +54,14 @@ class Cluster:
         """A new gateway, its address, and the seconds that it took to become ready."""
         log = self.home / f"gateway-{len(self.parts)}.log"
         part = Part(
-            log, "gateway", "--attach", self.registry, "--listen", "127.0.0.1:0", env=environment(self.home)
+            log,
+            *("gateway", "--config", str(self.home / "cluster.toml")),
+            *("--attach", self.registry, "--listen", "127.0.0.1:0"),
+            env=environment(self.home),
         )
         self.parts.append(part)
         ready = part.wait_for(r"ready on (\S+) after (\S+) s")
         return part, ready[1], float(ready[2])
-
-    def pid(self, name: str) -> int:
-        """The process of a worker, which says where it is in a note of its own."""
-        for note in self.home.glob("slipstream-workers-*/*.json"):
-            if json.loads(note.read_text())["name"] == name and Path(f"/proc/{note.stem}").exists():
-                return int(note.stem)
-        raise AssertionError(f"no note of {name}")
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +153,16 @@ def test_two_gateways_serve_the_same_workers_at_once(
     wait_until(lambda: not held_at(addresses[0]), "the workers still hold something")
 
 
+def test_a_gateway_that_is_ended_finishes_its_streams(
+    cluster: Cluster, golden: dict[tuple[int, ...], list[int]]
+) -> None:
+    part, address, _ = cluster.gateway()
+    asked = [(prompt, Asking(address, prompt, LONG).begun()) for prompt in PROMPTS[:2]]
+    assert part.end() == 0
+    for prompt, asking in asked:
+        assert asking.over() == golden[prompt], asking.error
+
+
 def test_a_killed_gateways_requests_are_cancelled_and_another_finds_all_workers_within_5_s(
     cluster: Cluster, golden: dict[tuple[int, ...], list[int]]
 ) -> None:
@@ -189,7 +195,7 @@ def test_a_killed_worker_is_replaced_and_no_stream_is_cut(
         for address, prompt in zip(addresses, PROMPTS[:2], strict=True)
     ]
     busy = [name for name, worker in workers_at(addresses[0]).items() if worker.running]
-    os.kill(cluster.pid(busy[0]), signal.SIGKILL)
+    os.kill(worker_pid(cluster.home, busy[0]), signal.SIGKILL)
     for prompt, asking in asked:
         assert asking.over() == golden[prompt], asking.error
     wait_until(lambda: all(all_ready(address) for address in addresses), "it was not replaced")
@@ -203,7 +209,7 @@ def test_a_stopped_worker_is_ended_and_replaced(
 ) -> None:
     address = cluster.gateway()[1]
     before = workers_at(address)["context-0"].epoch
-    stopped = cluster.pid("context-0")
+    stopped = worker_pid(cluster.home, "context-0")
     os.kill(stopped, signal.SIGSTOP)
     wait_until(lambda: not Path(f"/proc/{stopped}").exists(), "it was not ended")
     wait_until(lambda: all_ready(address), "it was not replaced")

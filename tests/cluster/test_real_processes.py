@@ -16,6 +16,7 @@ import pytest
 
 from cluster.client import Client
 from cluster.errors import RequestError
+from tests.cluster.parts import workers_at
 
 pytestmark = pytest.mark.ray
 
@@ -156,8 +157,17 @@ def test_sigterm_while_starting_leaves_no_process(served: Served) -> None:
     served.assert_gone()
 
 
-def test_sigkill_leaves_no_worker_and_no_ray(served: Served) -> None:
-    served.wait_for(r"ready on (\S+)")
+def test_a_killed_worker_is_replaced_and_sigkill_leaves_no_worker_and_no_ray(served: Served) -> None:
+    address = served.wait_for(r"ready on (\S+)").group(1)
+    before = workers_at(address)["aggregated-0"]
+    [note] = served.home.rglob("slipstream-workers-*/*.json")
+    os.kill(int(note.stem), signal.SIGKILL)
+    until_s = time.monotonic() + START_TIMEOUT_S
+    while (now := workers_at(address).get("aggregated-0")) is None or now.epoch in ("", before.epoch):
+        assert time.monotonic() < until_s, served.log.read_text()
+        time.sleep(0.05)
+    with Client(address) as client:
+        assert list(client.generate([104, 105], max_tokens=4))
     served.process.kill()
     served.process.wait(timeout=10)
     served.assert_gone(but="Agent")  # Ray's agents look for their raylet every few seconds only
