@@ -77,6 +77,8 @@ def make_tags(batch: PageBatch, checksum: bool) -> Tags:
 def first_mismatch(found: Tags, batch: PageBatch, checksum: bool) -> str:
     """Why these pages are not what their transfer put there; empty when they are."""
     wanted = make_tags(batch, checksum)
+    if found.tobytes() == wanted.tobytes():
+        return ""
     foreign = (found["owner"] != wanted["owner"]).any(axis=1)
     misplaced = (found["position"] != wanted["position"]) | (found["pool"] != wanted["pool"])
     altered = found["checksum"] != wanted["checksum"]

@@ -30,6 +30,18 @@ from transceiver.transfer import Outcome, Receiver, ReceiverCommand, ReceiverEve
 from transceiver.wire import DRAFT, TARGET, Hello, Region, TerminalState
 
 
+@dataclass(frozen=True, slots=True)
+class _Due:
+    """What the writer's Done must say, and what is looked at then. Known when the transfer is opened, and wanted in a
+    hurry when it is done.
+
+    `arrived`: tokens, target bytes, draft bytes, draft shipped. `inspect` None: nothing is looked at.
+    """
+
+    arrived: tuple[int, int, int, bool]
+    inspect: Inspect | None
+
+
 @dataclass(slots=True)
 class _Receiving:
     spec: ReceiveSpec
@@ -40,6 +52,7 @@ class _Receiving:
     last_attempt: int = -1  # the newest Open or Renew heard
     writer: WorkerEpoch | None = None
     ship_draft: bool = True
+    due: _Due | None = None  # once there is a writer
     done: wire.Done | None = None
 
 
@@ -106,7 +119,9 @@ class Receiving:
             self._records.answer(source, wire.Refuse(transfer, reason))
             return
         entry.writer = source
-        entry.ship_draft = message.ship_draft
+        if entry.due is None or entry.ship_draft is not message.ship_draft:
+            entry.ship_draft = message.ship_draft
+            entry.due = self._foresee(entry, source)
         self._grant(source, entry, message, now_s)
 
     def hear_renew(self, source: WorkerEpoch, message: wire.Renew, now_s: float) -> None:
@@ -142,28 +157,31 @@ class Receiving:
         if entry is None:
             self._repeat_end(source, transfer)
             return
-        if entry.writer != source or entry.done is not None:
+        due = entry.due
+        if entry.writer != source or entry.done is not None or due is None:
             return
-        writer = self._peers.get(source)
-        assert writer is not None  # a worker that is gone has no open transfer
-        ways = routes(writer.hello, self._ours)
-        wanted = (
-            entry.spec.num_tokens,
-            *bytes_due(entry.demand, ways, entry.ship_draft),
-            entry.ship_draft,
-        )
         handoff = message.handoff
         arrived = (handoff.num_tokens, message.bytes_target, message.bytes_draft, handoff.draft_shipped)
-        if arrived != wanted:
+        if arrived != due.arrived:
             words = "tokens, target bytes, draft bytes, draft shipped"
-            reason = f"the sender is done with {arrived} ({words}); {wanted} were expected"
+            reason = f"the sender is done with {arrived} ({words}); {due.arrived} were expected"
             self._on(transfer, ReceiverEvent.MISDELIVERED, Outcome(TerminalState.FAILED, reason))
             return
         entry.done = message
-        if self._ours.pools.tags is None:
+        if due.inspect is None:
             self._on(transfer, ReceiverEvent.COMPLETED)
         else:
-            self._records.actions.append(Inspect(transfer, self._batches(entry, source, ways)))
+            self._records.actions.append(due.inspect)
+
+    def _foresee(self, entry: _Receiving, source: WorkerEpoch) -> _Due:
+        writer = self._peers.get(source)
+        assert writer is not None  # it has just been heard
+        ways = routes(writer.hello, self._ours)
+        inspect = None
+        if self._ours.pools.tags is not None:
+            inspect = Inspect(entry.spec.transfer, self._batches(entry, source, ways))
+        shipped = bytes_due(entry.demand, ways, entry.ship_draft)
+        return _Due((entry.spec.num_tokens, *shipped, entry.ship_draft), inspect)
 
     def inspected(self, transfer: TransferId, mismatch: str) -> None:
         """What the inspection of a landed transfer found; empty when all is right."""
