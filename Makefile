@@ -136,6 +136,8 @@ GPU_PYTHON ?= $(BIN)/python
 
 test-gpu:  ## the tests that need CUDA devices (GPU_PYTHON: another interpreter than .venv's)
 	@$(GPU_PYTHON) -m pytest tests -m gpu
+	@SLIPSTREAM_TEST_DEVICE=cuda $(GPU_PYTHON) -m pytest tests/workers/test_paged_attention.py tests/drafter/test_dflash.py \
+		tests/workers/test_engine_scenarios.py tests/workers/test_split_equals_aggregated.py
 
 bench-gpu:  ## every GPU figure beside its limit: JSON, and PNGs (extra: bench), into OUT (default bench-gpu)
 	@$(GPU_PYTHON) -m tests.bench.gpu.suite $(if $(OUT),--out $(OUT))
