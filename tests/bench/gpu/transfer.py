@@ -96,12 +96,6 @@ class Side:
             for position, page in enumerate(pages)
         )
 
-    def sums(self, pages: tuple[PageId, ...]) -> list[int]:
-        """What each page's bytes add up to, weighted by their place."""
-        words = self.pool.view(torch.int32)
-        weights = torch.arange(words.shape[1], device=self.device) % 8191
-        return [int((words[page].to(torch.int64) * weights).sum()) for page in pages]
-
     def clear(self) -> None:
         self.pool.zero_()
         wait_for(self.device)
@@ -182,7 +176,7 @@ class Worker:
 
 def receive(conn: Connection, device: int, num_pages: int) -> None:
     """The peer's process: ("raw",) and ("port", verify) → hello, ("expect", spec), ("landed",) → when,
-    ("holds", pages) and ("sums", pages) → what they hold, ("clear",), ("end",).
+    ("holds", pages), ("clear",), ("end",).
     """
     side = Side(device, num_pages)
     raw: list[NixlTransport] = []
@@ -211,8 +205,6 @@ def receive(conn: Connection, device: int, num_pages: int) -> None:
             answer = worker.rung_s if isinstance(event, Landed) else event
         elif command == "holds":
             answer = side.holds(*arguments)
-        elif command == "sums":
-            answer = side.sums(*arguments)
         elif command == "clear":
             side.clear()
         conn.send(answer)
