@@ -6,6 +6,8 @@ receiver learns of the sender first: once the sender knows the receiver, it may 
 Workers come and go: `assign` takes the list as it is now. A name whose address is another is another incarnation: its
 old link is lost at once, and a new one takes its place.
 
+Workers that refuse each other serve with those that they fit: a roll-out may change what the two must agree on.
+
 When a worker is back under another epoch, its earlier incarnation is dead. All are told, because some may keep pages
 that the dead one was writing.
 """
@@ -22,7 +24,7 @@ from cluster.link import LinkEvents, LinkState, LinkTimes, WorkerAddress, Worker
 from cluster.routing import WorkerSnapshot
 from cluster.worker_client import WorkerUnreachable
 from kvmanager.ids import WorkerEpoch
-from workers.errors import WorkerRefused
+from workers.errors import HandshakeFailed, WorkerRefused
 from workers.request import TokenFrame, WorkerFacts
 
 _log = logging.getLogger(__name__)
@@ -61,6 +63,7 @@ class Membership:
         self._times = times
         self.links = {worker.name: self._link(worker) for worker in workers}
         self._paired: set[tuple[WorkerEpoch, WorkerEpoch]] = set()
+        self._refused: dict[tuple[WorkerEpoch, WorkerEpoch], str] = {}  # with what they do not agree on
         self._epochs: dict[str, WorkerEpoch] = {}  # of each worker's latest incarnation
         self._dead: deque[WorkerEpoch] = deque(maxlen=_DEAD_REMEMBERED)
         self._introducing = asyncio.Lock()
@@ -106,12 +109,14 @@ class Membership:
         task.add_done_callback(self._closing.discard)
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Return when every worker is attached and introduced. Raises NotReady."""
+        """Return when every worker is attached and introduced. Raises NotReady, also when no two workers fit."""
         try:
             async with asyncio.timeout(timeout_s):
                 while any(link.state is not LinkState.READY for link in self.links.values()):
                     self._changed.clear()
                     await self._changed.wait()
+            if self._refused and not self._paired:
+                raise NotReady(f"no two workers fit together: {'; '.join(self._refused.values())}")
         except TimeoutError:
             missing = [
                 f"{link.worker.name} ({link.worker.address}): {link.trouble or 'no answer'}"
@@ -160,11 +165,21 @@ class Membership:
         pair = (context.facts.epoch, generation.facts.epoch)
         if pair in self._paired:
             return
-        await generation.client.connect(context.facts.hello, HANDSHAKE_TIMEOUT_S)
-        await context.client.connect(generation.facts.hello, HANDSHAKE_TIMEOUT_S)
         # Handshakes of earlier incarnations are of no use to anyone.
         epochs = {facts.epoch for facts in facts_of(self.links.values())}
-        self._paired = {known for known in self._paired if epochs.issuperset(known)} | {pair}
+        self._paired = {known for known in self._paired if epochs.issuperset(known)}
+        self._refused = {known: why for known, why in self._refused.items() if epochs.issuperset(known)}
+        if pair in self._refused:
+            return
+        try:
+            await generation.client.connect(context.facts.hello, HANDSHAKE_TIMEOUT_S)
+            await context.client.connect(generation.facts.hello, HANDSHAKE_TIMEOUT_S)
+        except HandshakeFailed as refused:
+            # Two versions during a roll-out, or a mistake: each may still work with others.
+            self._refused[pair] = f"{context.worker.name} and {generation.worker.name}: {refused}"
+            _log.warning("workers that do not fit together: %s", self._refused[pair])
+            return
+        self._paired.add(pair)
 
 
 def _snapshot(link: WorkerLink, facts: WorkerFacts) -> WorkerSnapshot:

@@ -104,6 +104,7 @@ class FakeHost:
     refusal: WorkerRefused | None = None
     prefill_refusal: WorkerRefused | None = None
     refuse_hello: str = ""
+    version: str = "1"  # hosts of different ones refuse each other
     error_after: int | None = None  # tokens after which a request ends in an error
     preempt_after: int | None = None  # tokens after which it loses its pages
     continues: bool = False
@@ -128,7 +129,7 @@ class FakeHost:
             kv_bytes_per_token_target=BYTES_PER_TOKEN,
             kv_bytes_per_token_draft=1,
             transport="loopback",
-            hello=self.epoch.encode(),
+            hello=f"{self.version}/{self.epoch}".encode(),
         )
         self.hold = threading.Event()
         self.jobs: dict[RequestId, _Job] = {}
@@ -251,7 +252,10 @@ class FakeHost:
     def connect(self, hello: bytes) -> WorkerEpoch:
         if self.refuse_hello:
             raise HandshakeFailed(self.refuse_hello)
-        epoch = WorkerEpoch(hello.decode())
+        version, _, name = hello.decode().partition("/")
+        if version != self.version:
+            raise HandshakeFailed(f"protocol version {self.version} here, {version} there")
+        epoch = WorkerEpoch(name)
         self.connected.add(epoch)
         return epoch
 
