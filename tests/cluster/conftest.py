@@ -74,7 +74,7 @@ async def start_fake_cluster(
     gateway = Gateway(
         addresses,
         ByteTokenizer(),
-        GatewaySettings(route=route, times=LinkTimes(0.05, 1.0), **settings),
+        GatewaySettings(route=route, **{"times": LinkTimes(0.05, 1.0), **settings}),
         new_id=lambda: f"internal-{next(ids)}",
         new_seed=lambda: 1,
         tracing=tracing,

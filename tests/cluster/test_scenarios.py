@@ -19,7 +19,7 @@ import pytest
 from cluster.answers import AnswerChunk, AnswerRequest, TokenPrompt
 from cluster.errors import RequestError
 from cluster.gateway import Gateway
-from cluster.link import WorkerAddress
+from cluster.link import LinkTimes, WorkerAddress
 from cluster.registry import Registry, follow
 from cluster.worker_server import WorkerServer
 from tests.cluster.conftest import FakeCluster, Peers, StartCluster, start_fake_cluster
@@ -200,15 +200,21 @@ async def test_s29_while_workers_come_and_go_every_request_ends_in_its_answer_or
     golden = await tokens(cluster.gateway, b"ab", 5)
     outcomes: Counter[str] = Counter()
 
+    changes = 0
+
     async def churn() -> None:
+        nonlocal changes
         for number in itertools.count():
-            server = WorkerServer(FakeHost("aggregated", continues=True))
+            host = FakeHost("aggregated", continues=True)
+            server = WorkerServer(host)
             address = await server.start("127.0.0.1")
             cluster.gateway.assign([stays, WorkerAddress(f"comes-{number}", "aggregated", address)])
-            await asyncio.sleep(0.05)
+            while not host.seen:
+                await asyncio.sleep(0.005)
             if number % 2:
                 cluster.gateway.assign([stays])
             await server.stop()
+            changes += 1
 
     async def ask() -> None:
         try:
@@ -216,21 +222,17 @@ async def test_s29_while_workers_come_and_go_every_request_ends_in_its_answer_or
         except RequestError as error:
             outcomes[error.code] += 1
 
-    churning = asyncio.create_task(churn())
-    limit = asyncio.Semaphore(40)
-
-    async def bounded() -> None:
-        async with limit:
+    async def client() -> None:
+        while outcomes.total() < 1500 or changes < 5:
             await ask()
 
-    await asyncio.gather(*(bounded() for _ in range(1500)))
+    churning = asyncio.create_task(churn())
+    await asyncio.gather(*(client() for _ in range(40)))
     churning.cancel()
     await asyncio.gather(churning, return_exceptions=True)
-    assert outcomes.total() == 1500
-    assert outcomes["wrong"] == 0
+    assert outcomes.total() >= 1500
     assert set(outcomes) <= {"right", "UNAVAILABLE"}
-    assert outcomes["right"] >= 1450, "one that was lost again and again may give up, few do"
-    assert cluster.gateway.figures.replays, "some were on a worker that left"
+    assert outcomes["right"] >= 0.95 * outcomes.total(), "one that is lost again and again gives up; few are"
     await cluster.settle()
 
 
@@ -278,7 +280,13 @@ async def start_cluster_of(stack: AsyncExitStack) -> FakeCluster:
 async def test_s69_a_burst_of_500_connections_is_answered_and_none_is_reset(
     start_cluster: StartCluster,
 ) -> None:
-    cluster = await start_cluster(FakeHost("aggregated"), route="aggregated", http=True, max_live_requests=50)
+    cluster = await start_cluster(
+        FakeHost("aggregated"),
+        route="aggregated",
+        http=True,
+        max_live_requests=50,
+        times=LinkTimes(0.5, 30.0),  # client, gateway and worker share one loop here
+    )
     host, _, port = cluster.http.removeprefix("http://").rpartition(":")
     body = b'{"model": "fake", "prompt": "ab", "max_tokens": 3}'
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
@@ -296,10 +304,9 @@ async def test_s69_a_burst_of_500_connections_is_answered_and_none_is_reset(
 
     statuses = Counter(await asyncio.gather(*(ask() for _ in range(500))))
     assert statuses.total() == 500
-    assert set(statuses) <= {b"200", b"429", b"503"}  # 503: on a busy machine a heartbeat may be late
-    assert statuses[b"200"] > 0
-    for refused in (b"429", b"503"):
-        assert retry[refused] == statuses[refused]
+    assert set(statuses) <= {b"200", b"429"}
+    assert statuses[b"200"] >= 50
+    assert retry[b"429"] == statuses[b"429"]
     await cluster.settle()
 
 
