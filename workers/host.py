@@ -309,8 +309,8 @@ class EngineHost:
         try:
             if self._engine.idle:
                 self._commands.get(timeout=_IDLE_WAIT_S)(time.monotonic())
-            else:
-                self._last_progress_s = time.monotonic()
+            # Also of what ends an idle time: the step that begins now is not as old as that was long.
+            self._last_progress_s = time.monotonic()
             while True:
                 self._commands.get_nowait()(time.monotonic())
         except queue.Empty:

@@ -64,6 +64,7 @@ class Process:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+        print(f"--- {self.log.name}\n{self.log.read_text()[-4000:]}")  # shown when a test fails
         shutil.rmtree(self.home, ignore_errors=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,9 +20,10 @@ from transceiver.pump import Pump
 from transceiver.wire import Fingerprint, Pools
 from workers import host as host_module
 from workers.assembly import Models, build
+from workers.engine import EngineEvent
 from workers.errors import InvalidRequest, PeerUnknown
 from workers.host import EngineHost
-from workers.request import PrefillRequest, ReserveRequest, Role, SamplingParams, TokenFrame
+from workers.request import HoldRequest, PrefillRequest, ReserveRequest, Role, SamplingParams, TokenFrame
 
 SAMPLING = SamplingParams(max_tokens=6, ignore_eos=True)
 PROMPT = tuple(n % 11 for n in range(40))
@@ -89,6 +91,31 @@ async def test_an_engine_that_waits_for_a_transfer_is_woken_by_its_end(
         while len(hosts.tokens("a")) < 6:
             await asyncio.sleep(0.01)
     assert time.monotonic() - began_s < 15
+
+
+async def test_a_worker_that_was_idle_for_long_does_not_look_stuck_in_its_next_step(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever replaces stuck workers must not end one whose first step after an idle hour takes a second."""
+    context = hosts.start("context")
+    in_step, go_on, step = threading.Event(), threading.Event(), context._engine.step
+
+    def slow(now_s: float) -> list[EngineEvent]:
+        if context._engine.num_waiting:
+            in_step.set()
+            assert go_on.wait(15)
+        return step(now_s)
+
+    monkeypatch.setattr(context._engine, "step", slow)
+    context._last_progress_s -= 3600.0
+    request = HoldRequest(
+        request_id=RequestId("a"), prompt_token_ids=PROMPT, sampling=SAMPLING, ttl_s=20.0, lease_s=0.0
+    )
+    holding = asyncio.create_task(context.hold_prompt(request))
+    assert await asyncio.to_thread(in_step.wait, 15)
+    assert context.stats().last_progress_age_s < 600.0
+    go_on.set()
+    await holding
 
 
 async def test_a_disconnected_peer_is_unknown_until_it_shakes_hands_again(hosts: Hosts) -> None:
