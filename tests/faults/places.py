@@ -118,5 +118,5 @@ class Memory:
         for pid, samples in self.samples.items():
             settled = [(done, size) for at_s, done, size in samples if at_s >= samples[0][0] + settle_s]
             if len(settled) > 2 and settled[-1][0] - settled[0][0] >= least:
-                found[f"{self.names[pid]} ({pid})"] = fit(settled)
+                found[self.names[pid] + (f" ({pid})" if pid != os.getpid() else "")] = fit(settled)
         return found
