@@ -77,7 +77,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     metrics: str = ""
     vllm_context: str = ""
     vllm_decoding: str = ""
-    vllm_lease_s: float = 30.0
+    vllm_lease_s: float = 20.0
     registry: str = ""
     attach: str = ""
     token_file: str = ""
