@@ -39,8 +39,10 @@ from typing import Any
 
 import aiohttp
 
+from cluster.config import ClusterConfig
 from cluster.prompt_sets import builtin_prompts
 from tests.bench.hf_directory import write_tokenizer
+from tests.faults.local_cluster import RunningCluster, local_cluster
 from tests.parity.dflash_export import export_target
 from workers.pairs import resolve_pair
 
@@ -75,6 +77,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=1, help="every system is started anew in each")
     parser.add_argument("--systems", default=";".join(SYSTEMS), help="separated by ;")
     parser.add_argument("--eager", action="store_true", help="vLLM without torch.compile: quicker to start")
+    parser.add_argument(
+        "--without-ray",
+        action="store_true",
+        help="our workers as plain processes: starts on a busy machine too",
+    )
     parser.add_argument("--vllm-arguments", default="", help="more arguments of `vllm serve`")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args(argv)
@@ -185,6 +192,8 @@ async def _ask(
 def _start_ours(
     name: str, model: Path, scratch: Path, stack: contextlib.ExitStack, arguments: argparse.Namespace
 ) -> str:
+    if arguments.without_ray:
+        return _start_ours_without_ray(scratch, stack)
     grpc_port, http_port = _free_ports(2)
     command = [
         sys.executable,
@@ -197,6 +206,30 @@ def _start_ours(
     url = f"http://127.0.0.1:{http_port}"
     _wait(url + "/ready", process)
     return url
+
+
+def _start_ours_without_ray(scratch: Path, stack: contextlib.ExitStack) -> str:
+    config = ClusterConfig(
+        pair="smollm2",
+        listen="127.0.0.1:0",
+        http="127.0.0.1:0",
+        max_batch=8,
+        max_seq_len=MAX_SEQ_LEN,
+        num_threads=1,
+    )
+    runner = stack.enter_context(asyncio.Runner())
+    serving = local_cluster(scratch, config)
+    cluster = runner.run(_entered(serving))
+    stack.callback(lambda: runner.run(_left(serving)))
+    return f"http://{cluster.gateways[0].told['http']}"
+
+
+async def _entered(serving: contextlib.AbstractAsyncContextManager[RunningCluster]) -> RunningCluster:
+    return await serving.__aenter__()
+
+
+async def _left(serving: contextlib.AbstractAsyncContextManager[RunningCluster]) -> None:
+    await serving.__aexit__(None, None, None)
 
 
 def _start_vllm(
