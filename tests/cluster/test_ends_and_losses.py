@@ -88,6 +88,7 @@ async def test_a_client_that_leaves_frees_the_workers(cluster: FakeCluster) -> N
 
 
 async def test_a_client_that_leaves_during_prefill_stops_the_context_worker(split: FakeCluster) -> None:
+    """S05: the cancel reaches the context worker too."""
     context = split.hosts["context-0"]
     context.hold.set()
     stream = split.client.generate("ab")

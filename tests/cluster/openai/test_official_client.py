@@ -280,6 +280,7 @@ async def refusal(ask: openai.AsyncOpenAI, **options: Any) -> openai.APIStatusEr
 async def test_what_cannot_be_served_is_refused_by_name(
     ask: openai.AsyncOpenAI, cluster: FakeCluster, options: dict[str, Any], param: str, code: str
 ) -> None:
+    """S52: echo, which needs a prompt's log probabilities. S54: grammars."""
     error = await refusal(ask, **options)
     assert (error.status_code, error.type, error.param, error.code) == (
         400,

@@ -158,6 +158,7 @@ async def test_a_prompt_of_a_million_tokens_fits_through_the_doors(start_cluster
 
 
 async def test_health_and_readiness_mean_progress(cluster: FakeCluster) -> None:
+    """S71: a worker that runs requests and stands still is not healthy."""
     assert (await fetch(cluster, "/health")).status == 200
     assert (await fetch(cluster, "/ready")).status == 200
     decoding = next(link for link in cluster.gateway.links if link.worker.role != "context")
