@@ -53,6 +53,8 @@ class Options(TypedDict, total=False):
     temperature: float
     top_k: int
     top_p: float
+    min_p: float
+    logit_bias: tuple[tuple[int, float], ...]
     seed: int | None
     stop_token_ids: tuple[int, ...]
     stop: tuple[str, ...]

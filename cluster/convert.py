@@ -48,6 +48,8 @@ def request_from_proto(message: inference_pb2.GenerateRequest) -> AnswerRequest:
         temperature=sampling.temperature,
         top_k=sampling.top_k,
         top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
+        min_p=sampling.min_p,
+        logit_bias=tuple(sorted(sampling.logit_bias.items())),
         seed=sampling.seed if sampling.HasField("seed") else None,
         stop_token_ids=tuple(sampling.stop_token_ids),
         stop=tuple(sampling.stop),
@@ -81,6 +83,8 @@ def request_to_proto(request: AnswerRequest) -> inference_pb2.GenerateRequest:
     sampling.temperature = request.temperature
     sampling.top_k = request.top_k
     sampling.top_p = request.top_p
+    sampling.min_p = request.min_p
+    sampling.logit_bias.update(request.logit_bias)
     sampling.stop_token_ids.extend(request.stop_token_ids)
     sampling.stop.extend(request.stop)
     sampling.ignore_eos = request.ignore_eos

@@ -24,6 +24,8 @@ _SAMPLING_FIELDS = frozenset(
         "temperature",
         "top_k",
         "top_p",
+        "min_p",
+        "logit_bias",
         "seed",
         "stop_token_ids",
         "stop",

@@ -17,6 +17,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKENS = 256
 MAX_LOGPROBS = 20
+MAX_BIASED_TOKENS = 1024
+MAX_BIAS = 100.0
 MAX_SEED = 2**64 - 1
 
 
@@ -91,6 +93,11 @@ def sampling_of(
         raise InvalidArgument(
             f"top_p is {request.top_p}; it must be in (0, 1]", field="top_p", limit="(0, 1]"
         )
+    if not 0 <= request.min_p <= 1:
+        raise InvalidArgument(
+            f"min_p is {request.min_p}; it must be in [0, 1]", field="min_p", limit="[0, 1]"
+        )
+    _check_bias(request, limits)
     _check_not_negative("top_k", request.top_k)
     if request.seed is not None and not 0 <= request.seed <= MAX_SEED:
         raise InvalidArgument(
@@ -108,12 +115,31 @@ def sampling_of(
         temperature=request.temperature,
         top_k=request.top_k,
         top_p=request.top_p,
+        min_p=request.min_p,
+        logit_bias=request.logit_bias,
         seed=seed if request.seed is None else request.seed,
         stop_token_ids=request.stop_token_ids,
         ignore_eos=request.ignore_eos,
         logprobs=request.logprobs,
         draft_tokens=request.draft_tokens,
     )
+
+
+def _check_bias(request: AnswerRequest, limits: ModelLimits) -> None:
+    _check_at_most("logit_bias", len(request.logit_bias), MAX_BIASED_TOKENS, "tokens")
+    for token_id, bias in request.logit_bias:
+        if not 0 <= token_id < limits.vocab_size:
+            raise InvalidArgument(
+                f"logit_bias names token {token_id}; ids go from 0 to {limits.vocab_size - 1}",
+                field="logit_bias",
+                limit=limits.vocab_size - 1,
+            )
+        if not abs(bias) <= MAX_BIAS:  # also refuses what is not a number
+            raise InvalidArgument(
+                f"logit_bias of token {token_id} is {bias}; it must be in -{MAX_BIAS}..{MAX_BIAS}",
+                field="logit_bias",
+                limit=MAX_BIAS,
+            )
 
 
 def _check_stops(request: AnswerRequest, limits: ModelLimits) -> None:

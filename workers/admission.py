@@ -5,6 +5,7 @@ The gateway refuses most of these first; a worker checks again, because it is th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
@@ -57,7 +58,7 @@ def check_pool(num_tokens: int, ledger: KvLedger) -> None:
         raise InvalidRequest(message, field="prompt", limit=ledger.usage().target_pages) from too_long
 
 
-def check_sampling(sampling: SamplingParams) -> None:
+def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
     """Raise InvalidRequest for values no sampler can honour."""
     if not sampling.temperature >= 0.0:
         message = f"temperature is {sampling.temperature}: it must be >= 0"
@@ -65,6 +66,20 @@ def check_sampling(sampling: SamplingParams) -> None:
     if not 0.0 < sampling.top_p <= 1.0:
         message = f"top_p is {sampling.top_p}: it must be in (0, 1]"
         raise InvalidRequest(message, field="top_p", limit="(0, 1]")
+    if not 0.0 <= sampling.min_p <= 1.0:
+        message = f"min_p is {sampling.min_p}: it must be in [0, 1]"
+        raise InvalidRequest(message, field="min_p", limit="[0, 1]")
     if sampling.top_k < 0:
         message = f"top_k is {sampling.top_k}: it must be >= 0 (0 keeps every token)"
         raise InvalidRequest(message, field="top_k", limit=0)
+    token_ids = [token for token, _ in sampling.logit_bias]
+    if len(set(token_ids)) < len(token_ids):
+        raise InvalidRequest("logit_bias names a token twice", field="logit_bias")
+    for token, bias in sampling.logit_bias:
+        if not 0 <= token < vocab_size:
+            message = f"logit_bias names token {token}: ids go from 0 to {vocab_size - 1}"
+            raise InvalidRequest(message, field="logit_bias", limit=vocab_size - 1)
+        if not math.isfinite(bias):
+            raise InvalidRequest(
+                f"logit_bias of token {token} is {bias}: it must be finite", field="logit_bias"
+            )

@@ -59,7 +59,7 @@ class AggregatedEngine:
         live = [*self._waiting, *self._prefilling, *self._decoding]
         check_new(request.request_id, [sequence.request_id for sequence in live])
         check_prompt(request.prompt_token_ids, self._limits.vocab_size)
-        check_sampling(request.sampling)
+        check_sampling(request.sampling, self._limits.vocab_size)
         num_prompt_tokens = len(request.prompt_token_ids)
         check_lengths(num_prompt_tokens, request.sampling.max_tokens, self._limits.max_seq_len, self.ledger)
         if len(self._waiting) >= self._limits.max_waiting:

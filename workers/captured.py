@@ -156,7 +156,7 @@ class CapturedStep:
             self._update_draft(draft.plan, sequences, starts)
             draft.graph.replay()
         rules = self._rules(sequences, starts, width)
-        drafts_BK = self._chosen_drafts(draft, rules, live, width)
+        drafts_BK = self._chosen_drafts(draft, rules, sequences, width)
         self._halfway.record()
         rows = self._parts.runner.target_rows(sequences)
         verify.plan.update(rows, [start + shape_width for start in starts])
@@ -165,7 +165,9 @@ class CapturedStep:
         verify.graph.replay()
         logits_NV = self._logits_of(batch * shape_width, self._parts.decoder.config.vocab_size)
         logits_BWV = logits_NV.view(batch, shape_width, -1)[:live, :width]
-        logits_NV = logits_BWV.reshape(live * width, -1)
+        logits_NV = self._parts.sampler.adjusted(
+            logits_BWV.reshape(live * width, -1), [s.sampling for s in sequences for _ in range(width)]
+        )
         targets_N, final_N = choose_rows(logits_NV, rules)
         found, final = self._read_back(drafts_BK, targets_N.view(live, width), final_N)
         if not final:  # rare: some filter keeps more candidates than were looked at
@@ -202,13 +204,17 @@ class CapturedStep:
         positions = [start + 1 + offset for start in starts for offset in range(width)]
         return rule_rows(rules, positions, self._device)
 
-    def _chosen_drafts(self, draft: _Draft | None, rules: RuleRows | None, live: int, width: int) -> Tensor:
+    def _chosen_drafts(
+        self, draft: _Draft | None, rules: RuleRows | None, sequences: Items[Sequence], width: int
+    ) -> Tensor:
         """Drafted tokens [B, K] of the live rows, also left where the verify graph reads them."""
+        live = len(sequences)
         drafts_BK = self._drafted[:live, : width - 1]
         drafter = self._parts.drafter
         if draft is not None and drafter is not None:
             hidden_BKH, logits_BKV = (x[:live, : width - 1] for x in draft.block)
-            choice = _DeviceChoice(rules, live, width)
+            sampling = [sequence.sampling for sequence in sequences]
+            choice = self._parts.sampler.adjusting(_DeviceChoice(rules, live, width), sampling)
             anchors_B = self._anchors_starts[0, :live]
             drafts_BK.copy_(drafter.choose(DraftBlock(hidden_BKH, logits_BKV), anchors_B, choice).tokens_BK)
         return drafts_BK

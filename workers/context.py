@@ -154,7 +154,7 @@ class ContextEngine:
     def _check_prompt(self, request: PrefillRequest | HoldRequest) -> None:
         check_new(request.request_id, self._names())
         check_prompt(request.prompt_token_ids, self._limits.vocab_size)
-        check_sampling(request.sampling)
+        check_sampling(request.sampling, self._limits.vocab_size)
         num_tokens = len(request.prompt_token_ids)
         if num_tokens >= self._limits.max_seq_len:
             raise InvalidRequest(

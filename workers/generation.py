@@ -122,7 +122,7 @@ class GenerationEngine:
             )
         if request.local_prefill_tokens and request.prompt_token_ids:
             check_prompt(request.prompt_token_ids, self._limits.vocab_size)
-        check_sampling(request.sampling)
+        check_sampling(request.sampling, self._limits.vocab_size)
         check_lengths(
             request.num_prompt_tokens, request.sampling.max_tokens, self._limits.max_seq_len, self.ledger
         )

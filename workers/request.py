@@ -26,6 +26,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are chosen. `temperature` 0 is greedy. Noise is keyed by (seed, position), so a replay repeats.
 
     `draft_tokens`: tokens proposed per step for this request; None leaves it to the worker, 0 turns drafting off.
+    `min_p`: tokens less likely than that share of the likeliest one are not chosen; 0 cuts none. `logit_bias`: what is
+    added to the logits of named tokens, each named once.
     `logprobs`: number of top alternatives reported per token; None reports none, 0 the chosen token's alone.
     """
 
@@ -33,6 +35,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False

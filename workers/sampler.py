@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from drafter.adjustment import AdjustedChoice, Adjustment, adjusted
 from drafter.choice import ChoiceRule, choose
 from drafter.proposal import DraftChoice, KeyedChoice
 from workers.request import SamplingParams, TokenLogprob
@@ -31,11 +32,27 @@ class Sampler:
         self, logits_NV: Tensor, sampling: Sequence[SamplingParams], positions: Sequence[int]
     ) -> Tensor:
         """Token ids, int64 [N]. positions[n] is the position that row n's token will occupy."""
-        return choose(logits_NV, [self.rule(params) for params in sampling], positions)
+        adjusted_NV = self.adjusted(logits_NV, sampling)
+        return choose(adjusted_NV, [self.rule(params) for params in sampling], positions)
+
+    def adjusted(self, logits_NV: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
+        """Logits with each row's biases and min-p applied; the very tensor given when nobody asks for either."""
+        if not _asks(sampling):
+            return logits_NV
+        return adjusted(logits_NV, [_adjustment(params) for params in sampling])
+
+    def adjusting(self, choice: DraftChoice, sampling: Sequence[SamplingParams]) -> DraftChoice:
+        """`choice` from logits adjusted as the target's are; `sampling` of its requests."""
+        return (
+            AdjustedChoice(choice, [_adjustment(params) for params in sampling])
+            if _asks(sampling)
+            else choice
+        )
 
     def draft_choice(self, sampling: Sequence[SamplingParams], first_positions: Sequence[int]) -> DraftChoice:
         """What the drafter asks for its tokens; first_positions[b] is where request b's first draft goes."""
-        return KeyedChoice([self.rule(params) for params in sampling], first_positions)
+        choice = KeyedChoice([self.rule(params) for params in sampling], first_positions)
+        return self.adjusting(choice, sampling)
 
     def logprobs(self, logits_NV: Tensor, tokens_N: Tensor, num_top: Sequence[int]) -> list[TokenLogprob]:
         """The chosen tokens' log-probabilities, each with the num_top[n] likeliest of its row, best first.
@@ -57,3 +74,11 @@ class Sampler:
             TokenLogprob(token, logprob, tuple(zip(ids[:count], values[:count], strict=True)))
             for token, logprob, count, ids, values in rows
         ]
+
+
+def _asks(sampling: Sequence[SamplingParams]) -> bool:
+    return any(params.min_p > 0 or params.logit_bias for params in sampling)
+
+
+def _adjustment(params: SamplingParams) -> Adjustment:
+    return Adjustment(params.logit_bias, params.min_p, params.temperature)

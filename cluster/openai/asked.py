@@ -118,6 +118,8 @@ def _request(
         temperature=body.temperature,
         top_k=0 if body.top_k == -1 else body.top_k,  # how vLLM's clients write "all"
         top_p=body.top_p,
+        min_p=body.min_p,
+        logit_bias=_biases(body.logit_bias),
         seed=body.seed,
         stop_token_ids=tuple(body.stop_token_ids),
         stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop),
@@ -127,6 +129,16 @@ def _request(
         cache_salt=body.cache_salt,
         conversation_id=body.prompt_cache_key,
     )
+
+
+def _biases(given: dict[str, float]) -> tuple[tuple[int, float], ...]:
+    """JSON's keys are strings: token ids in decimal."""
+    found: dict[int, float] = {}
+    for name, bias in given.items():
+        if not (name.isascii() and name.isdigit()):
+            raise InvalidArgument(f"logit_bias names token {name!r}; keys are token ids", field="logit_bias")
+        found[int(name)] = bias
+    return tuple(sorted(found.items()))
 
 
 def _prompts(given: str | list[object]) -> list[Prompt]:

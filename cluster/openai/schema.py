@@ -44,6 +44,7 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     temperature: float = 1.0
     top_p: float = 1.0
+    logit_bias: dict[str, float] = {}
     n: int = 1
     best_of: int | None = None
     seed: int | None = None
@@ -53,6 +54,7 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int | None = None
     min_tokens: int = 0
     top_k: int = 0
+    min_p: float = 0.0
     ignore_eos: bool = False
     stop_token_ids: list[int] = []
     draft_tokens: int | None = None
@@ -116,8 +118,6 @@ _UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "guided_regex": (),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
-    "min_p": (0,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "prediction": (),

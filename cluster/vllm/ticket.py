@@ -94,6 +94,8 @@ def _digest(request: AnswerRequest) -> str:
         request.temperature,
         request.top_k,
         request.top_p,
+        request.min_p,
+        request.logit_bias,
         request.seed,
         request.logprobs,
         request.cache_salt,

@@ -132,13 +132,15 @@ async def test_extensions_pass_through(ask: openai.AsyncOpenAI, cluster: FakeClu
         "min_tokens": 6,
         "top_k": 5,
         "draft_tokens": 0,
-        "min_p": 0,
+        "min_p": 0.25,
+        "logit_bias": {"98": -1.5, "97": 2},
         "repetition_penalty": 1.0,
     }
     answer = await completed(ask, prompt=[97, 0, 98], max_tokens=6, top_p=0.5, extra_body=extra)
     assert answer.choices[0].text == "a\0ba\0b"
     seen = [host.samplings[-1] for host in cluster.hosts.values() if host.role != "context"][-1]
     assert (seen.top_k, seen.top_p, seen.draft_tokens, seen.ignore_eos) == (5, 0.5, 0, True)
+    assert (seen.min_p, seen.logit_bias) == (0.25, ((97, 2.0), (98, -1.5)))
     assert seen.temperature == 1.0
     stopped = await completed(
         ask, prompt="abc", max_tokens=6, extra_body={"stop_token_ids": [98], "top_k": -1}
@@ -250,7 +252,9 @@ async def refusal(ask: openai.AsyncOpenAI, **options: Any) -> openai.APIStatusEr
         ({"best_of": 2}, "best_of", "unsupported_parameter"),
         ({"presence_penalty": 0.5}, "presence_penalty", "unsupported_parameter"),
         ({"frequency_penalty": -1}, "frequency_penalty", "unsupported_parameter"),
-        ({"logit_bias": {"97": 5}}, "logit_bias", "unsupported_parameter"),
+        ({"logit_bias": {"a": 5}}, "logit_bias", "invalid_value"),
+        ({"logit_bias": {"97": 101}}, "logit_bias", "invalid_value"),
+        ({"extra_body": {"min_p": 1.5}}, "min_p", "invalid_value"),
         (
             {"extra_body": {"response_format": {"type": "json_schema"}}},
             "response_format",
