@@ -203,9 +203,11 @@ class Fleet:
                 self._kill(process)
                 continue
             role: Role = msgspec.msgpack.decode(described.config, type=_Configured).role
-            wanted = self._packed(role) if self.roles.get(name) == role else b""
+            # Ray may know of fewer GPUs just now than when the worker was given one: no reason to end it.
+            gpus = {self._gpus, 0.0, 1.0} if self._config.device == "auto" else {self._gpus}
+            wanted = [self._packed(role, count) for count in gpus if self.roles.get(name) == role]
             self._processes[name] = process
-            outdated = described.config != wanted or described.version != VERSION
+            outdated = described.config not in wanted or described.version != VERSION
             adopted.append(Adopted(WorkerAddress(name, role, described.address), outdated))
             self._report(name, "found serving")
         self._remove_orphaned_placements({d.placement for _, _, d in found if d is not None})
@@ -257,7 +259,7 @@ class Fleet:
     async def _create(self, name: str, role: Role, options: dict[str, Any], placement: str) -> Any:
         make = self._ray.remote(WorkerActor)
         observing = msgspec.msgpack.encode(self._config.observing())
-        arguments = (self._packed(role), self._host_factory, observing, name, placement)
+        arguments = (self._packed(role, self._gpus), self._host_factory, observing, name, placement)
         if not self._kept:
             return make.options(**options).remote(*arguments)
         named = {"name": name, "namespace": self._config.ray_namespace, "lifetime": "detached"}
@@ -298,8 +300,8 @@ class Fleet:
                 self._report(name, stage)
             await asyncio.sleep(_STAGE_INTERVAL_S)
 
-    def _packed(self, role: Role) -> bytes:
-        return msgspec.msgpack.encode(self._config.worker_config(role, self._gpus))
+    def _packed(self, role: Role, gpus: float) -> bytes:
+        return msgspec.msgpack.encode(self._config.worker_config(role, gpus))
 
     def _kill(self, process: _Process) -> None:
         with contextlib.suppress(Exception):  # Ray raises its own kinds for an actor that is gone already

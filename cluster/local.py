@@ -134,7 +134,13 @@ class LocalCluster:
         address = ray_address()
         if address is not None:
             try:
-                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+                # Placement groups are found again by name within a namespace only.
+                ray.init(
+                    address=address,
+                    namespace=self.config.ray_namespace,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                )
             except ray.exceptions.RayError as error:
                 raise StartFailed(f"cannot join the Ray at {address}: {error}") from error
             self._report("ray", f"joined {address}")

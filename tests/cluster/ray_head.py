@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 START_TIMEOUT_S = 90.0
+START_ATTEMPTS = 3
+TOO_SLOW = "The current node timed out during startup"  # Ray gives a busy machine 30 s, and asks nobody
 
 
 def free_ports(count: int) -> list[int]:
@@ -45,7 +47,7 @@ class Host:
 class RayHead:
     """`ray start --head`, with authentication on when there is a token."""
 
-    def __init__(self, token: str = "", host: Host = Host(), num_cpus: int = 2) -> None:
+    def __init__(self, token: str = "", host: Host = Host(), num_cpus: int = 2, labels: str = "") -> None:
         self.token = token
         self.host = host
         # A short path: Ray puts sockets below it, whose paths are limited to 107 bytes.
@@ -67,32 +69,39 @@ class RayHead:
         if token:
             self.env["RAY_AUTH_TOKEN"] = token
         self.log = self.home / "head.log"
+        command = [
+            *host.command(str(binaries / "ray"), "start", "--head", "--block"),
+            *(f"--node-ip-address={host.ip}", f"--dashboard-host={host.ip}", "--disable-usage-stats"),
+            *(f"--port={gcs}", f"--dashboard-port={dashboard}"),
+            *(f"--dashboard-agent-listen-port={agent}", f"--dashboard-agent-grpc-port={agent_grpc}"),
+            *(f"--metrics-export-port={metrics}", f"--ray-client-server-port={client}"),
+            *((f"--labels={labels}",) if labels else ()),
+            *(f"--num-cpus={num_cpus}", "--object-store-memory=80000000", f"--temp-dir={self.home / 'ray'}"),
+        ]
+        for _ in range(START_ATTEMPTS):
+            self._launch(command)
+            if self._started():
+                return
+            output = self.log.read_text()
+            self._end_processes()
+            if TOO_SLOW not in output:
+                break
+        self.stop()
+        raise AssertionError(f"no Ray head: {output}")
+
+    def _launch(self, command: list[str]) -> None:
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [
-                    *host.command(str(binaries / "ray"), "start", "--head", "--block"),
-                    *(f"--node-ip-address={host.ip}", f"--dashboard-host={host.ip}", "--disable-usage-stats"),
-                    *(f"--port={gcs}", f"--dashboard-port={dashboard}"),
-                    *(f"--dashboard-agent-listen-port={agent}", f"--dashboard-agent-grpc-port={agent_grpc}"),
-                    *(f"--metrics-export-port={metrics}", f"--ray-client-server-port={client}"),
-                    *(
-                        f"--num-cpus={num_cpus}",
-                        "--object-store-memory=80000000",
-                        f"--temp-dir={self.home / 'ray'}",
-                    ),
-                ],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=self.env,
-                start_new_session=True,
+                command, stdout=log, stderr=subprocess.STDOUT, env=self.env, start_new_session=True
             )
+
+    def _started(self) -> bool:
         until_s = time.monotonic() + START_TIMEOUT_S
         while "Ray runtime started" not in self.log.read_text():
             if self.process.poll() is not None or time.monotonic() > until_s:
-                output = self.log.read_text()
-                self.stop()
-                raise AssertionError(f"no Ray head: {output}")
+                return False
             time.sleep(0.1)
+        return True
 
     def run(
         self,
@@ -117,13 +126,16 @@ class RayHead:
     def add_node(self, host: Host, *arguments: str, **env: str) -> None:
         """A further node of this Ray, under an address of its own. Ends with the head."""
         [agent] = free_ports(1)
-        done = self.run(
-            *("ray", "start", f"--address={self.address}", f"--node-ip-address={host.ip}"),
-            *("--object-store-memory=80000000", "--disable-usage-stats"),
-            *(f"--dashboard-agent-listen-port={agent}", *arguments),
-            host=host,
-            **env,
-        )
+        for _ in range(START_ATTEMPTS):
+            done = self.run(
+                *("ray", "start", f"--address={self.address}", f"--node-ip-address={host.ip}"),
+                *("--object-store-memory=80000000", "--disable-usage-stats"),
+                *(f"--dashboard-agent-listen-port={agent}", *arguments),
+                host=host,
+                **env,
+            )
+            if TOO_SLOW not in done.stderr:
+                break
         assert done.returncode == 0, done.stdout + done.stderr
 
     def ask(self, path: str, method: str = "GET") -> dict[str, Any]:
@@ -162,6 +174,10 @@ class RayHead:
 
     def stop(self) -> None:
         """At once: nothing of a test's Ray is worth a farewell. `ray stop` would end every Ray of this machine."""
+        self._end_processes()
+        shutil.rmtree(self.home, ignore_errors=True)
+
+    def _end_processes(self) -> None:
         self.process.kill()
         self.process.wait()
         until_s = time.monotonic() + 15
@@ -170,4 +186,3 @@ class RayHead:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(line.split()[0]), signal.SIGKILL)
             time.sleep(0.05)
-        shutil.rmtree(self.home, ignore_errors=True)

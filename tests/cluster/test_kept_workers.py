@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -10,18 +12,26 @@ from pathlib import Path
 import pytest
 
 from cluster.client import Client
-from tests.cluster.parts import Part, environment, workers_at
+from tests.cluster.parts import Part, environment, worker_pid, workers_at
 from tests.cluster.ray_head import RayHead, free_ports
 
 pytestmark = [pytest.mark.ray, pytest.mark.chaos, pytest.mark.timeout(240)]
 
 SLOW = "tests.cluster.slow_worker:SlowHost"
+CONFIG = """
+mode = "aggregated"
+aggregated_workers = 2
+pair = "tiny"
+[placement]
+role_label = "role"
+cpus = 0.5
+"""
 NAMES = {"aggregated-0", "aggregated-1"}
 
 
 @pytest.fixture(scope="module")
 def head() -> Iterator[RayHead]:
-    head = RayHead()
+    head = RayHead(labels="role=aggregated")
     yield head
     head.stop()
     assert head.processes() == []
@@ -43,7 +53,7 @@ class Kept:
 
     def part(self, command: str, *options: str) -> Part:
         config = self.head.home / "kept.toml"
-        config.write_text('mode = "aggregated"\naggregated_workers = 2\npair = "tiny"\n')
+        config.write_text(CONFIG)
         factory = ("--host-factory", SLOW) if command == "workers" else ()
         part = Part(
             self.head.home / f"{command}-{len(self.parts)}.log",
@@ -90,6 +100,14 @@ def test_workers_outlive_their_supervisor_and_the_next_one_finds_and_rolls_them(
     assert not reader.is_alive()
     assert len(texts) > 1
     assert epochs(gateway) == before
+
+    os.kill(worker_pid(kept.head.home, "aggregated-1"), signal.SIGKILL)
+    until_s = time.monotonic() + 90
+    while (now := epochs(gateway)).keys() != NAMES or now["aggregated-1"] in ("", before["aggregated-1"]):
+        assert time.monotonic() < until_s, second.log.read_text()
+        time.sleep(0.1)
+    assert now["aggregated-0"] == before["aggregated-0"]
+    before = now
 
     refused = kept.part("workers", "--registry", f"127.0.0.1:{free_ports(1)[0]}", "--keep-workers")
     assert refused.process.wait(timeout=90) == 1
