@@ -74,7 +74,7 @@ def fit(
         _to_device(corpus.batches(recipe.positions, recipe.seed * 1000 + rank), device), 1
     ):
         if (step - 1) % _TALK_EVERY == 0:
-            clock = _slowest(time.monotonic() - began, device) / recipe.max_seconds
+            clock = _slowest((time.monotonic() - began) / recipe.max_seconds, device)
         progress = max((step - 1) / recipe.steps, clock)
         if progress >= 1.0:
             step -= 1
@@ -174,11 +174,14 @@ def _to_device(batches: Iterable[Batch], device: torch.device) -> Iterable[Batch
         yield Batch(*parts)
 
 
-def _slowest(seconds: float, device: torch.device) -> float:
-    """The same time on every process, so that all end at the same step."""
+def _slowest(share: float, device: torch.device) -> float:
+    """The largest share of its time that a process has used: the same on every process, so that all end at one step.
+
+    A share and not seconds, since limits that processes counted from their own starts differ by milliseconds.
+    """
     if not dist.is_initialized():
-        return seconds
-    shared = torch.tensor(seconds, device=device)
+        return share
+    shared = torch.tensor(share, dtype=torch.float64, device=device)
     dist.all_reduce(shared, dist.ReduceOp.MAX)
     return float(shared)
 

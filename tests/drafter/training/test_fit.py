@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 
 from drafter.checkpoint import tensor_shapes
@@ -60,6 +64,30 @@ def test_a_time_limit_ends_a_run_before_its_steps() -> None:
     corpus = Corpus.of([Answer(list(range(60)), 20)] * 4)
     recipe = Recipe(steps=10**6, positions=64, anchor_share=0.1, learning_rate=1e-3, max_seconds=0.5)
     assert 0 < fit(_network(), target, corpus, recipe, lambda _: None) < 10**5
+
+
+def test_processes_whose_limits_differ_end_at_the_same_step(tmp_path: Path) -> None:
+    """One that stopped alone would leave the others waiting for its gradients."""
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as processes:
+        runs = [
+            processes.submit(steps_of_two, rank, tmp_path / "meeting", limit)
+            for rank, limit in enumerate((0.5, 2.0))
+        ]
+        first, second = (run.result(timeout=150) for run in runs)
+    assert first == second > 0
+
+
+def steps_of_two(rank: int, meeting: Path, max_seconds: float) -> int:
+    """The steps that one of two processes takes."""
+    patience = timedelta(seconds=20)
+    dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=2, timeout=patience)
+    target = Llama(SHAPE).requires_grad_(False)
+    corpus = Corpus.of([Answer(list(range(60)), 20)] * 4)
+    recipe = Recipe(steps=10**6, positions=64, anchor_share=0.1, learning_rate=1e-3, max_seconds=max_seconds)
+    try:
+        return fit(_network(), target, corpus, recipe, lambda _: None)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_checkpoint_keeps_its_weights_and_has_the_layouts_names(tmp_path: Path) -> None:
