@@ -21,6 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# torch cuts larger elementwise operations among its threads, in the middle of a row too, and computes the ends of the
+# pieces by another exponential: a row's result would depend on how many rows share the step.
+_ELEMENTS_ON_ONE_THREAD = 32_768
+
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 
 
@@ -32,7 +36,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def swiglu(gate_up_T2I: Tensor) -> Tensor:
     """silu(gate) * up, where the gate is the first half of the last dimension; returns [T, I]."""
     gate, up = gate_up_T2I.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    rows = max(1, _ELEMENTS_ON_ONE_THREAD // gate.shape[-1])
+    if len(gate) <= rows or gate.device.type != "cpu":
+        return F.silu(gate) * up
+    return torch.cat([F.silu(part) for part in gate.split(rows)]).mul_(up)
 
 
 class RopeError(ValueError):

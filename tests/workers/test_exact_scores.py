@@ -14,7 +14,7 @@ exact = pytest.mark.skipif(
     not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()),
     reason="exactness is established for MKL and oneDNN; elsewhere scores agree to rounding",
 )
-LENGTHS = [1, 9, 31, 100, 190, 193, 260, 379]
+LENGTHS = [1, 9, 31, 100, 185, 190, 193, 260, 379, 384, 570]
 
 
 @pytest.fixture(scope="module", params=[4, 2, 1], ids="{} kv heads".format)
@@ -22,7 +22,7 @@ def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """A float32 decoder wide enough for the kernels real models use; 4 heads share 4, 2 or 1 kv heads."""
     config = config_of(
         "llama", hidden_size=256, intermediate_size=1100, num_key_value_heads=request.param, head_dim=64,
-        max_position_embeddings=512,
+        max_position_embeddings=1024,
     )  # fmt: skip
     return load_decoder(
         write_directory(tmp_path_factory.mktemp("wide"), config, random_tensors(config)), torch.float32
@@ -31,8 +31,8 @@ def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def filled(decoder: Decoder) -> tuple[PagedDecoder, list[list[int]]]:
     generator = torch.Generator().manual_seed(3)
-    tokens = torch.randint(0, 61, (len(LENGTHS), 400), generator=generator).tolist()
-    paged = PagedDecoder(decoder, page_size=16, max_positions=400, num_requests=len(LENGTHS))
+    tokens = torch.randint(0, 61, (len(LENGTHS), 600), generator=generator).tolist()
+    paged = PagedDecoder(decoder, page_size=16, max_positions=600, num_requests=len(LENGTHS))
     for request, length in enumerate(LENGTHS):
         paged.step({request: tokens[request][:length]})
     return paged, [tokens[request][length : length + 8] for request, length in enumerate(LENGTHS)]

@@ -41,7 +41,8 @@ from workers.storage import KvPool, layer_buffer
 _MAX_GATHER_BYTES = 1 << 20
 # MKL sums products of fewer than four rows in another order than products of four or more.
 _MIN_ROWS = 4
-# It sums over positions in blocks of 192, but halves what lies between 192 and 384.
+# It sums up to so many positions in one go on every processor tried; more of them it cuts into blocks whose size is the
+# processor's own (192 on some, 384 on others) and whose number then depends on a group's longest member.
 _POSITIONS_PER_SUM = 192
 # A softmax over a few positions takes another path than one that is masked down to them.
 _MIN_POSITIONS = 32
@@ -276,13 +277,14 @@ def _weighted(weights_XRS: Tensor, v_XSD: Tensor) -> Tensor:
     num_rows, positions = weights_XRS.shape[1:]
     if num_rows < _MIN_ROWS:
         weights_XRS = F.pad(weights_XRS, (0, 0, 0, _MIN_ROWS - num_rows))
-    first = _POSITIONS_PER_SUM
-    if first < positions < 2 * first:
-        head = torch.bmm(weights_XRS[:, :, :first], v_XSD[:, :first])
-        out = torch.baddbmm(head, weights_XRS[:, :, first:], v_XSD[:, first:])
-    else:
-        out = torch.bmm(weights_XRS, v_XSD)
-    return out[:, :num_rows]
+    block = _POSITIONS_PER_SUM
+    out_XRD = torch.bmm(weights_XRS[:, :, :block], v_XSD[:, :block])
+    for start in range(block, positions, block):
+        part = slice(start, start + block)
+        out_XRD += torch.bmm(
+            weights_XRS[:, :, part], v_XSD[:, part]
+        )  # baddbmm rounds by the width of the part
+    return out_XRD[:, :num_rows]
 
 
 def _attend_fresh(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, num_requests: int) -> Tensor:
