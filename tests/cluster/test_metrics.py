@@ -8,7 +8,7 @@ import json
 import logging
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml
@@ -18,10 +18,14 @@ from cluster.errors import RequestError
 from cluster.figures import Histogram
 from cluster.logs import JsonFormatter, TextFormatter
 from cluster.metrics import Metrics
+from cluster.replacements import SupervisorCollector
+from cluster.supervision import Policy
+from cluster.supervisor import Processes, Supervisor
 from tests.cluster.conftest import FakeCluster, Peers, StartCluster
 from tests.cluster.fake_worker import FakeHost
 from tests.cluster.prometheus_lint import findings
 from transceiver.wire import TerminalState
+from workers.request import Role
 
 DASHBOARDS = Path(__file__).parents[2] / "deploy" / "dashboards"
 TERMINAL_STATES = [str(state).lower() for state in TerminalState]
@@ -236,9 +240,30 @@ def expressions(node: Any) -> list[str]:
     return found
 
 
+def supervised() -> Samples:
+    """What a supervisor of two places tells before anybody serves in them."""
+    fleet = cast(Processes, None)  # asked only by a supervisor that runs
+    roles: dict[str, Role] = {"context-0": "context", "generation-0": "generation"}
+    supervisor = Supervisor(fleet, roles, (), Policy(), lambda _: None)
+    supervisor.replaced["context-0", "context", "died"] += 1
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in SupervisorCollector(supervisor).collect()
+        for sample in family.samples
+    }
+
+
+def test_a_supervisor_tells_which_places_are_empty_and_why_workers_left_them() -> None:
+    told = supervised()
+    left = (("reason", "died"), ("role", "context"), ("worker", "context-0"))
+    assert told["slipstream_worker_replacements_total", left] == 1
+    assert told["slipstream_workers_missing", (("role", "generation"),)] == 1
+    assert told["slipstream_worker_failures_in_a_row", left[1:]] == 0
+
+
 async def test_every_metric_that_a_dashboard_or_an_alert_names_exists(split: FakeCluster) -> None:
     await used(split)
-    exposed = {name for name, _ in scraped(split)}
+    exposed = {name for name, _ in scraped(split)} | {name for name, _ in supervised()}
     files = {path.name: path.read_text() for path in DASHBOARDS.iterdir()}
     assert sorted(files) == ["alerts.yaml", "slipstream.json"]
     for name, text in files.items():
