@@ -13,7 +13,6 @@ from rich.console import Console
 
 from cluster.evaluate import Evaluation, EvaluationPlan, evaluate
 from cluster.modes import MODES, EvaluationCluster, parse_modes
-from cluster.options import DraftTokens
 from cluster.prompt_sets import EvalPrompt, builtin_prompts, file_prompts, task_prompts
 from cluster.show import Watch, table
 from workers.config import DraftPolicy
@@ -25,6 +24,23 @@ _TABLE_WIDTH = 118
 ALL_MODES = ",".join(mode.name for mode in MODES)
 DEMO_PROMPTS = 8
 DEMO_TOKENS = 32
+
+
+class DraftTokens(click.ParamType[Any]):
+    """`full`, `adaptive`, or a number of draft tokens per step."""
+
+    name = "full|adaptive|N"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> DraftPolicy | int:
+        if value in ("full", "adaptive"):
+            policy: DraftPolicy = value
+            return policy
+        try:
+            return int(value)
+        except ValueError:
+            self.fail(f"{value!r} is neither full, adaptive nor a number", param, ctx)
 
 
 @click.command("eval")
