@@ -163,7 +163,11 @@ def readable(error: Exception) -> str | None:
 )
 @click.option("--prefix-cache/--no-prefix-cache", default=None, help="Keep prefixes for later prompts.")
 @click.option("--drafting/--no-drafting", default=None, help="Load the pair's drafter.")
-@click.option("--draft-tokens", help="Tokens proposed per step: full, adaptive, or a number.")
+@click.option(
+    "--draft-tokens",
+    callback=lambda _context, _option, given: int(given) if given is not None and given.isdigit() else given,
+    help="Tokens proposed per step: full, adaptive, or a number.",
+)
 @click.option("--threads", "num_threads", type=int, help="Threads of each worker.")
 @click.option("--context-workers", type=int)
 @click.option("--generation-workers", type=int)
@@ -180,9 +184,6 @@ def serve(config_path: Path | None, host_factory: str | None, **options: Any) ->
     from cluster.progress import StartDisplay
     from cluster.serve import serve as run
 
-    draft_tokens = options.get("draft_tokens")
-    if draft_tokens is not None and draft_tokens.isdigit():
-        options["draft_tokens"] = int(draft_tokens)
     config = load_config(config_path, options)
     configure(config.log_format, config.log_level)
     display = StartDisplay(Console())

@@ -41,9 +41,6 @@ def _workers(config_path: Path | None, host_factory: str | None, **options: Any)
     Dead, stuck and failing workers are replaced. With `keep_workers` on a Ray that runs already, workers outlive this
     command and are found again by the next one.
     """
-    draft_tokens = options.get("draft_tokens")
-    if draft_tokens is not None and draft_tokens.isdigit():
-        options["draft_tokens"] = int(draft_tokens)
     config = load_config(config_path, options)
     configure(config.log_format, config.log_level)
     display = StartDisplay(Console())

@@ -281,9 +281,8 @@ def _weighted(weights_XRS: Tensor, v_XSD: Tensor) -> Tensor:
     out_XRD = torch.bmm(weights_XRS[:, :, :block], v_XSD[:, :block])
     for start in range(block, positions, block):
         part = slice(start, start + block)
-        out_XRD += torch.bmm(
-            weights_XRS[:, :, part], v_XSD[:, part]
-        )  # baddbmm rounds by the width of the part
+        # Added here, since baddbmm rounds by the width of the part.
+        out_XRD += torch.bmm(weights_XRS[:, :, part], v_XSD[:, part])
     return out_XRD[:, :num_rows]
 
 
