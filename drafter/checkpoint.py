@@ -21,7 +21,8 @@ from torch import Tensor
 
 from drafter.config import DrafterConfig, check_tap
 from drafter.dflash import BlockDrafter, DraftLayerWeights, DraftWeights
-from drafter.dspark import ConfidenceHead, DSparkHead, GatedMarkov, Markov, RnnMarkov, VanillaMarkov
+from drafter.dflash2 import RENAMED_TENSORS, added_shapes, convolutions, selector
+from drafter.dspark import head_shapes, sequential_head
 from drafter.errors import DrafterCheckpointError, DrafterMismatch
 from drafter.layers import TORCH_OPS, LayerOps
 from drafter.linear import Linear
@@ -50,7 +51,7 @@ class TargetFacts:
 
 
 def load_drafter(path: Path, target: TargetFacts, ops: LayerOps = TORCH_OPS) -> BlockDrafter:
-    """Load a DFlash drafter for `target`, in the dtype and on the device of the target's embedding.
+    """Load a drafter for `target`, in the dtype and on the device of the target's embedding.
 
     `ops`: how that device computes what lies between matrix products.
 
@@ -117,7 +118,7 @@ def check_fits(config: DrafterConfig, target: TargetFacts) -> None:
 
 
 def tensor_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a checkpoint must have and its shape: 11 per layer, 3 more, and those of its heads."""
+    """Every tensor that a checkpoint must have and its shape: 11 per layer, 3 more, and those of its family."""
     hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
     q_rows, kv_rows = config.num_heads * head_dim, config.num_kv_heads * head_dim
     shapes: dict[str, tuple[int, ...]] = {
@@ -139,27 +140,9 @@ def tensor_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
             f"layers.{layer}.mlp.up_proj.weight": (inner, hidden),
             f"layers.{layer}.mlp.down_proj.weight": (hidden, inner),
         }
-    return shapes | _head_shapes(config)
-
-
-def _head_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
-    hidden, markov = config.hidden_size, config.markov
-    shapes: dict[str, tuple[int, ...]] = {}
-    if markov is not None:
-        rank = markov.rank
-        shapes["markov_head.markov_w1.weight"] = (config.vocab_size, rank)
-        shapes["markov_head.markov_w2.weight"] = (config.draft_vocab_size, rank)
-        if markov.kind == "gated":
-            shapes["markov_head.gate_proj.weight"] = (rank, hidden + rank)
-            shapes["markov_head.gate_proj.bias"] = (rank,)
-        elif markov.kind == "rnn":
-            shapes["markov_head.joint_proj.weight"] = (3 * rank, 2 * rank + hidden)
-            shapes["markov_head.joint_proj.bias"] = (3 * rank,)
-    if config.confidence is not None:
-        inputs = hidden + (markov.rank if markov is not None and config.confidence.with_markov else 0)
-        shapes["confidence_head.proj.weight"] = (1, inputs)
-        shapes["confidence_head.proj.bias"] = (1,)
-    return shapes
+    if config.dflash2 is not None:
+        shapes |= added_shapes(config, config.dflash2)
+    return shapes | head_shapes(config)
 
 
 def _optional_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
@@ -176,7 +159,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         try:
             with safe_open(file, framework="pt") as shard:
                 for name in shard.keys():  # noqa: SIM118 - safe_open is no mapping
-                    tensors[name] = shard.get_tensor(name)
+                    tensors[RENAMED_TENSORS.get(name, name)] = shard.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise DrafterCheckpointError(f"{file}: cannot be read as safetensors: {error}") from error
     return tensors
@@ -254,6 +237,9 @@ def _assemble(
         def weight(name: str) -> Tensor:
             return tensors[f"layers.{index}.{name}.weight"]
 
+        around_attention, around_mlp = (
+            (None, None) if config.dflash2 is None else convolutions(config.dflash2, tensors, index)
+        )
         return DraftLayerWeights(
             input_norm_H=weight("input_layernorm"),
             qkv=Linear(torch.cat([weight(f"self_attn.{part}_proj") for part in "qkv"])),
@@ -263,6 +249,8 @@ def _assemble(
             post_norm_H=weight("post_attention_layernorm"),
             gate_up=Linear(torch.cat([weight("mlp.gate_proj"), weight("mlp.up_proj")])),
             down=Linear(weight("mlp.down_proj")),
+            attention_conv=around_attention,
+            mlp_conv=around_mlp,
         )
 
     return DraftWeights(
@@ -290,33 +278,6 @@ def _output_head(own_VH: Tensor | None, target: TargetFacts, token_ids: Tensor |
 
 
 def _head(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> DraftHead:
-    markov = _markov(config, tensors) if config.markov is not None else None
-    confidence = None
-    if config.confidence is not None:
-        weight_F = tensors["confidence_head.proj.weight"][0]
-        temperatures = config.confidence.temperatures
-        confidence = ConfidenceHead(
-            weight_F=weight_F,
-            bias=tensors["confidence_head.proj.bias"][0],
-            w1_VR=markov.w1_VR if markov is not None and config.confidence.with_markov else None,
-            temperatures_K=weight_F.new_tensor(temperatures) if temperatures else None,
-        )
-    if markov is None and confidence is None:
-        return IndependentHead()
-    return DSparkHead(markov, confidence)
-
-
-def _markov(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> Markov:
-    def linear(name: str) -> Linear:
-        return Linear(tensors[f"markov_head.{name}.weight"], tensors[f"markov_head.{name}.bias"])
-
-    w1_VR = tensors["markov_head.markov_w1.weight"]
-    w2 = Linear(tensors["markov_head.markov_w2.weight"])
-    assert config.markov is not None
-    match config.markov.kind:
-        case "vanilla":
-            return VanillaMarkov(w1_VR, w2)
-        case "gated":
-            return GatedMarkov(w1_VR, w2, linear("gate_proj"))
-        case "rnn":
-            return RnnMarkov(w1_VR, w2, linear("joint_proj"))
+    if config.dflash2 is not None:
+        return selector(config.dflash2, tensors)
+    return sequential_head(config, tensors) or IndependentHead()

@@ -30,8 +30,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "attention_bias": (None, False),
     "mlp_bias": (None, False),
     "use_sliding_window": (None, False),
-    "conv_kernel_size": (None, 0),
-    "selector_rank": (None, 0),
     "hidden_act": (None, "silu"),
 }
 
@@ -53,6 +51,18 @@ class ConfidenceShape:
 
     with_markov: bool
     temperatures: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DFlash2Shape:
+    """Convolutions over `kernel_size` slots with a kernel for each `group_size` channels, and a selector of rank `rank`
+    over the `top_k` best candidates of a slot (`drafter.dflash2`).
+    """
+
+    kernel_size: int
+    group_size: int
+    rank: int
+    top_k: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +95,7 @@ class DrafterConfig:
     )
     markov: MarkovShape | None = None
     confidence: ConfidenceShape | None = None
+    dflash2: DFlash2Shape | None = None
 
     @property
     def first_slot(self) -> int:
@@ -139,6 +150,7 @@ class DrafterConfig:
             sample_from_anchor=sample_from_anchor,
             markov=markov,
             confidence=_confidence(fields, markov, sample_from_anchor),
+            dflash2=_dflash2(fields, hidden_size, vocab_size),
         )
 
 
@@ -219,7 +231,7 @@ def _markov(fields: _Fields, sample_from_anchor: bool) -> MarkovShape | None:
     rank = fields.get("markov_rank") or 0
     if rank == 0:
         return None
-    if fields.dialect.family == "dflash":
+    if fields.dialect.family != "dspark":
         raise DrafterConfigError("markov_rank", f"{rank!r}: a DFlash drafter has no Markov head")
     kind = fields.get("markov_head_type")
     if kind not in get_args(MarkovKind):
@@ -251,6 +263,37 @@ def _confidence(
             "confidence_temperatures", f"{temperatures!r}: one above 0 is needed for each of {count} drafts"
         )
     return ConfidenceShape(with_markov, tuple(map(float, temperatures)))
+
+
+_DFLASH2_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+
+
+def _dflash2(fields: _Fields, hidden_size: int, vocab_size: int) -> DFlash2Shape | None:
+    if fields.dialect.family != "dflash2":
+        for field in _DFLASH2_FIELDS:
+            if fields.get(field) not in (None, 0):
+                raise DrafterConfigError(
+                    fields.placed(field), f"{fields.get(field)!r}: only a DFlash2DraftModel has it"
+                )
+        return None
+    for field in ("sample_from_anchor", "enable_confidence_head"):
+        if fields.flag(field):
+            raise DrafterConfigError(field, "not supported in a DFlash 2 drafter")
+    if _draft_vocab_size(fields, vocab_size) != vocab_size:
+        raise DrafterConfigError(
+            "draft_vocab_size",
+            "a DFlash 2 drafter needs the whole vocabulary: its selector goes by the target's ids",
+        )
+    shape = DFlash2Shape(*(fields.positive(field) for field in _DFLASH2_FIELDS))
+    if hidden_size % shape.group_size:
+        raise DrafterConfigError(
+            fields.placed("conv_group_size"), f"{shape.group_size} does not divide hidden_size {hidden_size}"
+        )
+    if shape.top_k > vocab_size:
+        raise DrafterConfigError(
+            fields.placed("selector_top_k"), f"{shape.top_k} exceeds vocab_size {vocab_size}"
+        )
+    return shape
 
 
 def _require_full_attention(fields: _Fields, num_layers: int) -> None:

@@ -7,11 +7,13 @@ block_size - 1, where the anchor is the last token chosen and start its position
 context and, not causally, to itself; its own keys and values are scratch that the next `append_context` and
 `propose` overwrite. A head then chooses the tokens (`drafter.proposal`).
 
-DFlash and DSpark share this network; they differ in the head and in what a slot predicts:
+DFlash, DFlash 2 and DSpark share this network; they differ in the head and in what a slot predicts:
 
     position        start    start+1  start+2  ...
     DFlash slots    anchor   mask     mask            slot j >= 1 predicts the token at its own position
     DSpark slots    anchor   mask     mask            slot j >= 0 predicts the token at the next position
+
+DFlash 2 has DFlash's slots and convolutions around its sub-layers (`drafter.dflash2`).
 
 The block always runs at full size, however few drafts are wanted: the model was trained on full blocks, and a
 shorter one would change the drafts that remain. Only the output head is cut to the slots asked for.
@@ -21,8 +23,9 @@ Shapes: B requests, T tokens flat over requests, S block_size, K num_draft, H dr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +34,7 @@ from torch import Tensor
 from drafter.attention import AttentionPlan, PagedAttention
 from drafter.config import DrafterConfig
 from drafter.context import ContextProjection
+from drafter.dflash2 import DynamicConvolution
 from drafter.layers import TORCH_OPS, LayerOps, RotaryTable, Rotation
 from drafter.linear import Linear
 from drafter.proposal import DraftBlock, DraftChoice, DraftHead, IndependentHead, Proposal, WidenedChoice
@@ -38,7 +42,10 @@ from drafter.proposal import DraftBlock, DraftChoice, DraftHead, IndependentHead
 
 @dataclass(frozen=True, slots=True)
 class DraftLayerWeights:
-    """One layer, fused as the block runs it: rows of `qkv` are q, k, v; rows of `gate_up` are gate, up."""
+    """One layer, fused as the block runs it: rows of `qkv` are q, k, v; rows of `gate_up` are gate, up.
+
+    `attention_conv`, `mlp_conv`: DFlash 2's; None elsewhere.
+    """
 
     input_norm_H: Tensor
     qkv: Linear
@@ -48,6 +55,8 @@ class DraftLayerWeights:
     post_norm_H: Tensor
     gate_up: Linear
     down: Linear
+    attention_conv: DynamicConvolution | None = None
+    mlp_conv: DynamicConvolution | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,31 +201,33 @@ class BlockDrafter:
         eps, ops, layers = self.config.rms_norm_eps, self._ops, self._weights.layers
         normed_TH = ops.rms_norm(residual_TH, layers[0].input_norm_H, eps)
         norms_after = [*(layer.input_norm_H for layer in layers[1:]), self._weights.norm_H]
+        first, end = self.config.first_slot, self.config.first_slot + num_draft
+        # Past the last attention, other slots matter to nobody, but to a convolution those in front do.
+        kept = slice(first if self.config.dflash2 is None else 0, end)
         for index, (layer, norm_after_H) in enumerate(zip(layers, norms_after, strict=True)):
-            attended_TM = self._attend(index, layer, normed_TH, rotation, attention, plan)
-            if index == self.num_layers - 1:  # past the last attention, other slots matter to nobody
-                attended_TM = self._wanted(attended_TM, num_draft)
-                residual_TH = self._wanted(residual_TH, num_draft)
-            normed_TH, residual_TH = ops.add_rms_norm(
-                layer.o(attended_TM), residual_TH, layer.post_norm_H, eps
-            )
-            moved_TH = layer.down(ops.swiglu(layer.gate_up(normed_TH)))
+            attend = partial(self._attend, index, layer, rotation, attention, plan)
+            moved_TH = _around(attend, layer.attention_conv, normed_TH, num_requests)
+            if index == self.num_layers - 1:
+                moved_TH, residual_TH = (_slots(x, num_requests, kept) for x in (moved_TH, residual_TH))
+            normed_TH, residual_TH = ops.add_rms_norm(moved_TH, residual_TH, layer.post_norm_H, eps)
+            moved_TH = _around(partial(self._mlp, layer), layer.mlp_conv, normed_TH, num_requests)
             normed_TH, residual_TH = ops.add_rms_norm(moved_TH, residual_TH, norm_after_H, eps)
-        logits_TV = self._weights.lm_head(normed_TH, out_NV)
+        drafting_TH = _slots(normed_TH, num_requests, slice(first - kept.start, None))
+        logits_TV = self._weights.lm_head(drafting_TH, out_NV)
         return DraftBlock(
-            normed_TH.view(num_requests, num_draft, -1), logits_TV.view(num_requests, num_draft, -1)
+            drafting_TH.view(num_requests, num_draft, -1), logits_TV.view(num_requests, num_draft, -1)
         )
 
     def _attend(
         self,
         index: int,
         layer: DraftLayerWeights,
-        normed_TH: Tensor,
         rotation: Rotation,
         attention: PagedAttention,
         plan: AttentionPlan,
+        normed_TH: Tensor,
     ) -> Tensor:
-        """Attention of one layer over context and block, [T, heads·D], before the output projection."""
+        """Attention of one layer over context and block, [T, H]."""
         config, num_tokens = self.config, normed_TH.shape[0]
         fused_TND = layer.qkv(normed_TH).view(num_tokens, -1, self.head_dim)
         norms = (layer.q_norm_D, layer.k_norm_D)
@@ -224,10 +235,18 @@ class BlockDrafter:
             fused_TND, config.num_heads, config.num_kv_heads, norms, config.rms_norm_eps, rotation
         )
         attention.write(index, k_THD, v_THD, plan)
-        return attention.attend(index, q_THD, plan).reshape(num_tokens, -1)
+        return layer.o(attention.attend(index, q_THD, plan).reshape(num_tokens, -1))
 
-    def _wanted(self, rows_TH: Tensor, num_draft: int) -> Tensor:
-        """Rows of the slots that draft 1 .. num_draft tokens, of every block, [B·K, ...]."""
-        first = self.config.first_slot
-        blocks = rows_TH.view(-1, self.block_size, rows_TH.shape[-1])
-        return blocks[:, first : first + num_draft].reshape(-1, rows_TH.shape[-1])
+    def _mlp(self, layer: DraftLayerWeights, normed_TH: Tensor) -> Tensor:
+        return layer.down(self._ops.swiglu(layer.gate_up(normed_TH)))
+
+
+def _around(
+    sublayer: Callable[[Tensor], Tensor], conv: DynamicConvolution | None, x_TH: Tensor, num_requests: int
+) -> Tensor:
+    return sublayer(x_TH) if conv is None else conv.around(sublayer, x_TH, num_requests)
+
+
+def _slots(rows_TH: Tensor, num_requests: int, kept: slice) -> Tensor:
+    """The rows of some slots of every block."""
+    return rows_TH.view(num_requests, -1, rows_TH.shape[-1])[:, kept].reshape(-1, rows_TH.shape[-1])

@@ -1,6 +1,6 @@
 """The dialects in which drafters' config.json is written, brought to one set of flat fields.
 
-    z-lab        DFlashDraftModel: drafting fields in `dflash_config`, `block_size` in either place
+    z-lab        DFlashDraftModel, DFlash2DraftModel: drafting fields in `dflash_config`, `block_size` in either place
     SpecForge    z-lab's layout; `projector_type` in `dflash_config` names the family, heads are described there too
     DeepSpec     Qwen3DSparkModel: all fields at the top level; embedding and output head are in the checkpoint
     speculators  `speculators_model_type`: the network under `transformer_layer_config` (fields at Qwen3's defaults
@@ -18,18 +18,18 @@ from typing import Any, Literal
 
 from drafter.errors import DrafterConfigError
 
-Family = Literal["dflash", "dspark"]
+Family = Literal["dflash", "dflash2", "dspark"]
 DialectName = Literal["z-lab", "SpecForge", "DeepSpec", "speculators"]
 
 _ARCHITECTURES: dict[str, tuple[Family, DialectName]] = {
     "DFlashDraftModel": ("dflash", "z-lab"),
+    "DFlash2DraftModel": ("dflash2", "z-lab"),
     "DSparkDraftModel": ("dspark", "SpecForge"),
     "Qwen3DSparkModel": ("dspark", "DeepSpec"),
     "DFlashSpeculator": ("dflash", "speculators"),
     "DSparkSpeculator": ("dspark", "speculators"),
 }
 _REFUSED_ARCHITECTURES = {
-    "DFlash2DraftModel": "DFlash 2 (dynamic convolution and candidate selector)",
     "Gemma4DSparkModel": "DSpark over Gemma layers",
 }
 _NESTED_KEYS = frozenset(
@@ -56,6 +56,10 @@ _NESTED_KEYS = frozenset(
         "confidence_head_alpha",
         "confidence_head_with_markov",
         "num_anchors",
+        "conv_kernel_size",
+        "conv_group_size",
+        "selector_rank",
+        "selector_top_k",
     }
 )
 # What speculators leaves out of `transformer_layer_config`: transformers' defaults of a Qwen3Config.

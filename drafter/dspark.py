@@ -17,12 +17,14 @@ Shapes: B requests, K drafts of each, H draft hidden size, R rank, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from drafter.config import DrafterConfig
 from drafter.linear import Linear
 from drafter.proposal import DraftBlock, DraftChoice, Proposal
 
@@ -131,3 +133,58 @@ class DSparkHead:
             previous_B = choice.one(block.logits_BKV[:, draft] + bias_BV, draft)
             tokens.append(previous_B)
         return torch.stack(tokens, dim=1)
+
+
+def head_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
+    """Tensors of the heads that a config asks for, and their shapes."""
+    hidden, markov = config.hidden_size, config.markov
+    shapes: dict[str, tuple[int, ...]] = {}
+    if markov is not None:
+        rank = markov.rank
+        shapes["markov_head.markov_w1.weight"] = (config.vocab_size, rank)
+        shapes["markov_head.markov_w2.weight"] = (config.draft_vocab_size, rank)
+        if markov.kind == "gated":
+            shapes["markov_head.gate_proj.weight"] = (rank, hidden + rank)
+            shapes["markov_head.gate_proj.bias"] = (rank,)
+        elif markov.kind == "rnn":
+            shapes["markov_head.joint_proj.weight"] = (3 * rank, 2 * rank + hidden)
+            shapes["markov_head.joint_proj.bias"] = (3 * rank,)
+    if config.confidence is not None:
+        inputs = hidden + (markov.rank if markov is not None and config.confidence.with_markov else 0)
+        shapes["confidence_head.proj.weight"] = (1, inputs)
+        shapes["confidence_head.proj.bias"] = (1,)
+    return shapes
+
+
+def sequential_head(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> DSparkHead | None:
+    """The head of a loaded checkpoint; None when its config asks for no part of it."""
+    markov = _markov(config, tensors) if config.markov is not None else None
+    confidence = None
+    if config.confidence is not None:
+        weight_F = tensors["confidence_head.proj.weight"][0]
+        temperatures = config.confidence.temperatures
+        confidence = ConfidenceHead(
+            weight_F=weight_F,
+            bias=tensors["confidence_head.proj.bias"][0],
+            w1_VR=markov.w1_VR if markov is not None and config.confidence.with_markov else None,
+            temperatures_K=weight_F.new_tensor(temperatures) if temperatures else None,
+        )
+    if markov is None and confidence is None:
+        return None
+    return DSparkHead(markov, confidence)
+
+
+def _markov(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> Markov:
+    def linear(name: str) -> Linear:
+        return Linear(tensors[f"markov_head.{name}.weight"], tensors[f"markov_head.{name}.bias"])
+
+    w1_VR = tensors["markov_head.markov_w1.weight"]
+    w2 = Linear(tensors["markov_head.markov_w2.weight"])
+    assert config.markov is not None
+    match config.markov.kind:
+        case "vanilla":
+            return VanillaMarkov(w1_VR, w2)
+        case "gated":
+            return GatedMarkov(w1_VR, w2, linear("gate_proj"))
+        case "rnn":
+            return RnnMarkov(w1_VR, w2, linear("joint_proj"))

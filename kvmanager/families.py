@@ -28,6 +28,7 @@ def _everywhere(forms: frozenset[DraftKv]) -> dict[ServingMode, frozenset[DraftK
 
 DRAFT_KV_FORMS: dict[str, dict[ServingMode, frozenset[DraftKv]]] = {
     "dflash": _everywhere(_BOTH),
+    "dflash2": _everywhere(_BOTH),
     "dspark": _everywhere(_BOTH),
     "dspark_embedded": _everywhere(_UNIFIED),  # mtp.N stages inside the target's checkpoint
     "mtp": _everywhere(_UNIFIED),

@@ -17,10 +17,9 @@ from typing import get_args
 import torch
 
 from drafter.config import MarkovKind
-from drafter.dialects import Family
 from drafter.training import stages
 from drafter.training.checkpoint import HeadPlan
-from drafter.training.plan import PLANS, Plan, plan_of, toy
+from drafter.training.plan import PLANS, Kind, Plan, plan_of, toy
 from drafter.training.processes import process
 from workers.pairs import resolve_pair
 
@@ -107,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m drafter.training", description=__doc__.partition("\n")[0]
     )
     parser.add_argument("--pair", choices=sorted(PLANS), required=True)
-    parser.add_argument("--kind", choices=get_args(Family), default="dflash", help="the drafter's family")
+    parser.add_argument("--kind", choices=get_args(Kind), default="dflash", help="the drafter's family")
     parser.add_argument(
         "--stage",
         choices=("prompts", "data", "train", "eval", "all"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
-from drafter.dialects import Family
 from drafter.training.checkpoint import HeadPlan
 from drafter.training.copycat import MASK, CopyRecipe
 from drafter.training.fit import Recipe
+
+Kind = Literal["dflash", "dspark"]  # the families that are trained here
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class Plan:
     seed: int = 1
 
     @property
-    def kind(self) -> Family:
+    def kind(self) -> Kind:
         return "dspark" if self.heads is not None else "dflash"
 
 
@@ -84,7 +86,7 @@ _DSPARK = {
 }
 
 
-def plan_of(pair: str, kind: Family) -> Plan:
+def plan_of(pair: str, kind: Kind) -> Plan:
     """The plan of a built-in pair's drafter of this family; the data are the same for both."""
     return PLANS[pair] if kind == "dflash" else _DSPARK[pair]
 

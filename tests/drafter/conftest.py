@@ -46,6 +46,15 @@ def raw_config() -> dict[str, Any]:
     }
 
 
+def dflash2(raw: dict[str, Any], **drafting: Any) -> dict[str, Any]:
+    """A DFlash config.json as a DFlash 2 one."""
+    sizes = {"conv_kernel_size": 2, "conv_group_size": 6, "selector_rank": 4, "selector_top_k": 5}
+    return raw | {
+        "architectures": ["DFlash2DraftModel"],
+        "dflash_config": raw["dflash_config"] | sizes | drafting,
+    }
+
+
 @pytest.fixture
 def tensors(raw_config: dict[str, Any]) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(3)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -43,13 +44,29 @@ def plain_hidden(
         a, b = x[..., : dim // 2], x[..., dim // 2 :]
         return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
 
+    def convolved(x: Tensor, base: Tensor, dynamic: Tensor) -> Tensor:
+        """Slot t sees slots t, t-1, ... of its block; each group of channels has one dynamic kernel."""
+        width = x.shape[1] // dynamic.shape[2]
+        out = torch.zeros_like(x)
+        for slot in range(block):
+            for back in range(min(base.shape[0], slot + 1)):
+                kernel = base[back] + dynamic[slot, back].repeat_interleave(width)
+                out[slot] += kernel * x[slot - back]
+        return out
+
+    def around(sublayer: Callable[[Tensor], Tensor], x: Tensor, name: str) -> Tensor:
+        if name + ".base_kernel" not in weights:
+            return sublayer(x)
+        base = weights[name + ".base_kernel"]
+        dynamic = (x @ weights[name + ".kernel_projection.weight"].T).view(block, 2, base.shape[1], -1)
+        return convolved(sublayer(convolved(x, base[0], dynamic[:, 0])), base[1], dynamic[:, 1])
+
     context = norm(taps_TX.double() @ weights["fc.weight"].T, "hidden_norm.weight")
     ids = torch.tensor([anchor] + [_drafting(raw)["mask_token_id"]] * (block - 1))
     x = embed_VH.cpu()[ids].double()
     here, all_positions = torch.arange(start, start + block), torch.arange(start + block)
-    for layer in range(raw["num_hidden_layers"]):
-        at = f"layers.{layer}."
-        inner = norm(x, at + "input_layernorm.weight")
+
+    def attention(at: str, inner: Tensor) -> Tensor:
         both = torch.cat((context, inner))  # context goes in without the layer's input norm
         q = (inner @ weights[at + "self_attn.q_proj.weight"].T).view(block, heads, dim)
         k = (both @ weights[at + "self_attn.k_proj.weight"].T).view(-1, kv_heads, dim)
@@ -60,11 +77,19 @@ def plain_hidden(
         for head in range(heads):
             shared = head // (heads // kv_heads)
             outs.append((q[:, head] @ k[:, shared].T / math.sqrt(dim)).softmax(-1) @ v[:, shared])
-        x = x + torch.cat(outs, -1) @ weights[at + "self_attn.o_proj.weight"].T
-        inner = norm(x, at + "post_attention_layernorm.weight")
+        return torch.cat(outs, -1) @ weights[at + "self_attn.o_proj.weight"].T
+
+    def mlp(at: str, inner: Tensor) -> Tensor:
         gate = torch.nn.functional.silu(inner @ weights[at + "mlp.gate_proj.weight"].T)
         up = inner @ weights[at + "mlp.up_proj.weight"].T
-        x = x + (gate * up) @ weights[at + "mlp.down_proj.weight"].T
+        return (gate * up) @ weights[at + "mlp.down_proj.weight"].T
+
+    for layer in range(raw["num_hidden_layers"]):
+        at = f"layers.{layer}."
+        normed = norm(x, at + "input_layernorm.weight")
+        x = x + around(partial(attention, at), normed, at + "attention_conv")
+        normed = norm(x, at + "post_attention_layernorm.weight")
+        x = x + around(partial(mlp, at), normed, at + "mlp_conv")
     return norm(x, "norm.weight")
 
 

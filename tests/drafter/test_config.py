@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from drafter.config import ConfidenceShape, DrafterConfig, MarkovShape, default_tap_layer_ids
+from drafter.config import ConfidenceShape, DFlash2Shape, DrafterConfig, MarkovShape, default_tap_layer_ids
 from drafter.errors import DrafterConfigError
-from tests.drafter.conftest import TARGET_LAYERS
+from tests.drafter.conftest import TARGET_LAYERS, dflash2
 from tests.drafter.dspark_checkpoints import BLOCK, RANK, deepspec, specforge, speculators
 
 
@@ -47,7 +47,7 @@ def test_absent_taps_are_spread_as_in_the_published_drafters(raw_config: dict[st
 @pytest.mark.parametrize(
     ("change", "field", "reason"),
     [
-        ({"architectures": ["DFlash2DraftModel"]}, "architectures", "DFlash 2"),
+        ({"architectures": ["DFlash2DraftModel"]}, "conv_kernel_size", "missing"),
         ({"architectures": ["Gemma4DSparkModel"]}, "architectures", "Gemma"),
         ({"architectures": ["LlamaForCausalLM"]}, "architectures", "not a DFlash or DSpark drafter"),
         ({"dspark_block_size": 5}, "dspark_block_size", "embedded"),
@@ -101,6 +101,8 @@ def test_a_bad_field_is_named_with_its_limit(
         ({"projector_type": "domino"}, "projector_type", "domino"),
         ({"shift_label": True}, "shift_label", "not supported"),
         ({"markov_rank": 4}, "markov_rank", "no Markov head"),
+        ({"conv_kernel_size": 2}, "dflash_config.conv_kernel_size", "only a DFlash2DraftModel"),
+        ({"selector_rank": 2}, "dflash_config.selector_rank", "only a DFlash2DraftModel"),
         ({"mask_tokn_id": 3}, "dflash_config.mask_tokn_id", "did you mean 'mask_token_id'"),
     ],
 )
@@ -110,6 +112,37 @@ def test_a_bad_nested_field_is_named_with_its_limit(
     raw_config["dflash_config"] |= change
     with pytest.raises(DrafterConfigError) as caught:
         DrafterConfig.from_dict(raw_config)
+    assert caught.value.field == field
+    assert reason in str(caught.value)
+
+
+def test_a_dflash_2_drafter_keeps_its_sizes_among_the_drafting_fields(raw_config: dict[str, Any]) -> None:
+    config = DrafterConfig.from_dict(dflash2(raw_config))
+    assert (config.family, config.first_slot, config.max_draft_tokens) == ("dflash2", 1, 4)
+    assert config.dflash2 == DFlash2Shape(kernel_size=2, group_size=6, rank=4, top_k=5)
+    flat = dflash2(raw_config)
+    flat |= flat.pop("dflash_config")
+    assert DrafterConfig.from_dict(flat) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "reason"),
+    [
+        ({"conv_kernel_size": 0}, "conv_kernel_size", "positive"),
+        ({"conv_group_size": 7}, "dflash_config.conv_group_size", "does not divide hidden_size 24"),
+        ({"selector_rank": None}, "selector_rank", "missing"),
+        ({"selector_top_k": 51}, "dflash_config.selector_top_k", "exceeds vocab_size 50"),
+        ({"draft_vocab_size": 40}, "draft_vocab_size", "whole vocabulary"),
+        ({"enable_confidence_head": True}, "enable_confidence_head", "not supported"),
+        ({"markov_rank": 4}, "markov_rank", "no Markov head"),
+        ({"selector_topk": 5}, "dflash_config.selector_topk", "did you mean 'selector_top_k'"),
+    ],
+)
+def test_a_bad_field_of_a_dflash_2_drafter_is_named(
+    raw_config: dict[str, Any], change: dict[str, Any], field: str, reason: str
+) -> None:
+    with pytest.raises(DrafterConfigError) as caught:
+        DrafterConfig.from_dict(dflash2(raw_config, **change))
     assert caught.value.field == field
     assert reason in str(caught.value)
 

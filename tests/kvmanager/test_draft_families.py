@@ -12,6 +12,8 @@ MODES: list[ServingMode] = ["aggregated", "split", "attention_dp"]
 ROWS: list[tuple[str, DraftKv, bool]] = [
     ("dflash", "mirrored", True),
     ("dflash", "unified", True),
+    ("dflash2", "mirrored", True),
+    ("dflash2", "unified", True),
     ("dspark", "mirrored", True),
     ("dspark", "unified", True),
     ("dspark_embedded", "mirrored", False),
@@ -41,5 +43,5 @@ def test_every_family_of_the_table_has_its_rows_here() -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("draft_kv", ["mirrored", "unified"])
 def test_an_unknown_family_is_refused_by_name(mode: ServingMode, draft_kv: DraftKv) -> None:
-    with pytest.raises(LayoutRefused, match=r"'medusa' .* dflash, dspark"):
+    with pytest.raises(LayoutRefused, match=r"'medusa' .* dflash, dflash2, dspark"):
         require_form("medusa", mode, draft_kv)

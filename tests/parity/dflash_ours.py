@@ -26,6 +26,17 @@ def acceptance_length(answers: Sequence[Answer]) -> float:
     return sum(sum(a.step_tokens) for a in answers) / max(sum(len(a.step_tokens) for a in answers), 1)
 
 
+def until(steps: list[int], num_tokens: int) -> list[int]:
+    """The steps that emitted the first `num_tokens` tokens."""
+    taken, total = [], 0
+    for step in steps:
+        total += step
+        if total > num_tokens:
+            break
+        taken.append(step)
+    return taken
+
+
 class Ours:
     """A loaded pair that answers prompts greedily with full draft blocks."""
 

@@ -20,7 +20,8 @@ from drafter.config import DrafterConfig
 from drafter.dflash import BlockDrafter
 from kvmanager.layout import KvGeometry
 from tests.parity.dflash_export import export_target
-from tests.parity.dflash_ours import Ours, acceptance_length
+from tests.parity.dflash_ours import Ours, acceptance_length, until
+from tests.parity.random_qwen3 import write_target
 from workers.attention.torch import TorchPagedAttention
 from workers.config import PairSpec
 from workers.pairs import resolve_pair
@@ -60,26 +61,8 @@ def target_facts(target: Any) -> TargetFacts:
 @pytest.fixture(scope="module")
 def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A random Qwen3 target written by transformers, and a random drafter for it in z-lab layout."""
-    torch.manual_seed(0)
     directory = tmp_path_factory.mktemp("tiny")
-    config = transformers.Qwen3Config(
-        vocab_size=101,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    target = transformers.Qwen3ForCausalLM(config).to(torch.float64)
-    with torch.no_grad():
-        for parameter in target.parameters():  # spread the logits, so that no two are near a tie
-            parameter.mul_(3.0 if parameter.dim() > 1 else 1.0)
-    target.save_pretrained(directory / "target")
+    write_target(directory / "target", 101)
     raw = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
@@ -252,14 +235,3 @@ def test_whole_answers_have_the_references_tokens_and_accept_the_same_in_every_s
         assert answer.tokens == tokens
         assert until(answer.step_tokens, max_tokens) == until(steps, max_tokens)
     print(f"{pair} {dtype}: acceptance length {acceptance_length(answers):.3f} in both")
-
-
-def until(steps: list[int], num_tokens: int) -> list[int]:
-    """The steps that emitted the first `num_tokens` tokens."""
-    taken, total = [], 0
-    for step in steps:
-        total += step
-        if total > num_tokens:
-            break
-        taken.append(step)
-    return taken

@@ -22,6 +22,7 @@ from drafter.checkpoint import TargetFacts, load_drafter
 from drafter.choice import ChoiceRule
 from drafter.proposal import KeyedChoice
 from tests.drafter.plain import Paged
+from tests.parity.random_qwen3 import HIDDEN, LAYERS, randomized, small_config
 
 pytestmark = [
     pytest.mark.parity,
@@ -29,10 +30,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
-transformers = pytest.importorskip("transformers")
 pytest.importorskip("specforge")
 
-BLOCK, HIDDEN, VOCAB, LAYERS = 7, 48, 101, 6
+BLOCK, VOCAB = 7, 101
 LARGEST_DIFFERENCE = 1e-6  # of values of about 1
 
 
@@ -51,19 +51,7 @@ def dspark_module() -> ModuleType:
 
 def reference_of(kind: str, rank: int) -> Any:
     """A random drafter of the reference's class, float64."""
-    torch.manual_seed(3)
-    config = transformers.Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=80,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        attn_implementation="eager",
-    )
+    config = small_config(VOCAB, num_hidden_layers=3, attn_implementation="eager")
     config.architectures = ["DSparkDraftModel"]
     config.num_target_layers = LAYERS
     config.block_size = BLOCK
@@ -78,13 +66,7 @@ def reference_of(kind: str, rank: int) -> Any:
         "enable_confidence_head": True,
         "confidence_head_with_markov": rank > 0,
     }
-    model = dspark_module().DSparkDraftModel(config).to(torch.float64).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.3)
-            if parameter.dim() == 1:
-                parameter.add_(1.0)
-    return model
+    return randomized(dspark_module().DSparkDraftModel(config))
 
 
 @pytest.mark.parametrize("chunks", [[37], [16, 21], [1, 9, 3, 24]], ids=str)

@@ -21,10 +21,13 @@ from workers.pairs import ModelPair
 VOCAB = 11  # so few that drafts of a random drafter are accepted now and then
 
 
-def load_random_pair(directory: Path, drafting: Mapping[str, Any] | None = None) -> Models:
+def load_random_pair(
+    directory: Path, drafting: Mapping[str, Any] | None = None, **target_fields: Any
+) -> Models:
     """Write both checkpoints and load them as `workers.assembly.load_models` would.
 
-    `drafting` changes fields of the drafter's config.json, which is a DFlash drafter's otherwise.
+    `drafting` changes fields of the drafter's config.json, which is a DFlash drafter's otherwise; `target_fields` those
+    of the target's.
     """
     config = config_of(
         "llama",
@@ -36,14 +39,20 @@ def load_random_pair(directory: Path, drafting: Mapping[str, Any] | None = None)
         vocab_size=VOCAB,
         max_position_embeddings=512,
         eos_token_id=2,
+        **target_fields,
     )
     target = write_directory(directory / "target", config, random_tensors(config, seed=1))
     decoder = load_decoder(target, torch.float64, DEVICE)
     draft_config = {**_draft_config(), **(drafting or {})}
+    parsed = DrafterConfig.from_dict(draft_config)
+    shapes = tensor_shapes(parsed)
+    if parsed.hidden_size != parsed.target_hidden_size:  # then it cannot borrow the target's
+        own = (parsed.vocab_size, parsed.hidden_size)
+        shapes |= {"embed_tokens.weight": own, "lm_head.weight": own}
     generator = torch.Generator().manual_seed(2)
     tensors = {
         name: torch.randn(shape, generator=generator, dtype=torch.float64) * 0.3 + (len(shape) == 1)
-        for name, shape in tensor_shapes(DrafterConfig.from_dict(draft_config)).items()
+        for name, shape in shapes.items()
     }
     drafter_path = directory / "drafter"
     save_drafter(drafter_path, draft_config, tensors)
@@ -73,6 +82,25 @@ def dspark(kind: str, **more: Any) -> dict[str, Any]:
         "enable_confidence_head": True,
         "confidence_head_with_markov": True,
     } | more
+
+
+def dflash2(**more: Any) -> dict[str, Any]:
+    """A DFlash 2 drafter for the same target, of as many drafts."""
+    sizes = {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 5, "selector_top_k": 6}
+    return {
+        "architectures": ["DFlash2DraftModel"],
+        "dflash_config": {"mask_token_id": 7, "target_layer_ids": [0], **sizes},
+    } | more
+
+
+# Nothing of it is the target's: hidden size 32, two heads over one, head size 16.
+ANOTHER_SHAPE: dict[str, Any] = {
+    "hidden_size": 24,
+    "target_hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
 
 
 def _draft_config() -> dict[str, Any]:

@@ -6,16 +6,19 @@ into the drafter, so a wrong context, slot or token before shows in the counts.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from drafter.errors import DrafterMismatch
 from kvmanager.layout import DraftKv
-from tests.workers.random_pair import VOCAB, dspark, load_random_pair
+from tests.workers.random_pair import ANOTHER_SHAPE, VOCAB, dflash2, dspark, load_random_pair
 from tests.workers.replaying_pair import ReplayingPair
 from tests.workers.split_pair import Outcome, SplitPair, config, run_aggregated
-from workers.assembly import Models
+from workers.assembly import Models, build
+from workers.errors import ModelMismatch
 from workers.faults import Fault
 from workers.request import SamplingParams
 
@@ -24,11 +27,14 @@ GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.8, top_p=0.95, seed=3)
 FAMILIES: dict[str, dict[str, Any] | None] = {
     "dflash": None,
+    "dflash of another shape": ANOTHER_SHAPE,
+    "dflash2": dflash2(),
+    "dflash2 of another shape": dflash2(**ANOTHER_SHAPE),
     "dspark vanilla": dspark("vanilla"),
     "dspark gated": dspark("gated"),
     "dspark rnn": dspark("rnn"),
     "dspark without heads": dspark("vanilla", markov_rank=0, enable_confidence_head=False),
-    "dspark of another shape": dspark("vanilla", num_attention_heads=4, num_key_value_heads=2, head_dim=8),
+    "dspark of another shape": dspark("vanilla", **ANOTHER_SHAPE),
 }
 SMALL: dict[str, Any] = {"dtype": "float64", "page_size": PAGE}
 
@@ -118,3 +124,14 @@ def test_a_drafter_that_sees_no_prompt_is_found_out_by_its_counts(family: Models
     faulty = run_split(pair, prompts, SAMPLED)
     assert [each.tokens for each in faulty] == [each.tokens for each in golden]
     assert account(faulty) != account(golden)
+
+
+@pytest.mark.parametrize("drafting", [{}, dflash2(), dspark("vanilla")], ids=["dflash", "dflash2", "dspark"])
+def test_a_shape_that_cannot_be_served_is_refused_by_name(tmp_path: Path, drafting: dict[str, Any]) -> None:
+    with pytest.raises(DrafterMismatch, match="hidden_size: drafter 24, target 32"):
+        load_random_pair(tmp_path / "narrow", drafting | {"hidden_size": 24})
+    models = load_random_pair(tmp_path / "heads", drafting | {"head_dim": 24})
+    with pytest.raises(ModelMismatch, match="rows of head_dim 24; use draft_kv = mirrored") as caught:
+        build(config("aggregated", **SMALL, draft_kv="unified"), models)
+    assert caught.value.field == "pool_layout"
+    build(config("aggregated", **SMALL, draft_kv="mirrored"), models)

@@ -17,7 +17,7 @@ from torch import Tensor
 import workers.step
 from kvmanager.ids import RequestId
 from tests.drafter.test_choice import chi_squared_p
-from tests.workers.random_pair import VOCAB, dspark, load_random_pair
+from tests.workers.random_pair import VOCAB, dflash2, dspark, load_random_pair
 from tests.workers.split_pair import config, run_aggregated
 from workers.aggregated import AggregatedEngine
 from workers.assembly import Models, build
@@ -28,6 +28,7 @@ SEEDS = 160
 PROMPT = [3, 1, 4, 1, 5, 9, 2]
 FAMILIES: dict[str, dict[str, Any] | None] = {
     "dflash": None,
+    "dflash2": dflash2(),
     "dspark": dspark("rnn"),
 }
 SETTINGS: dict[str, dict[str, Any]] = {

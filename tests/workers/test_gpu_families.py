@@ -1,0 +1,77 @@
+"""Every drafter family on a GPU: captured steps draft what launches from Python do, and tokens stay the target's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from kvmanager.ids import RequestId
+from tests.workers.random_pair import VOCAB, dflash2, dspark, load_random_pair
+from tests.workers.split_pair import config as small_config
+from workers.aggregated import AggregatedEngine
+from workers.assembly import Models, build, load_models
+from workers.config import PairSpec
+from workers.request import SamplingParams, SubmitRequest
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+FAMILIES: dict[str, dict[str, Any]] = {
+    "dflash": {},
+    "dflash2": dflash2(),
+    "dspark": dspark("rnn"),
+}
+SMALL: dict[str, Any] = {"dtype": "bfloat16", "device": "cuda"}
+HEADS = {"head_dim": 64}  # flashinfer's smallest
+SAMPLINGS = {
+    "greedy": SamplingParams(max_tokens=64, ignore_eos=True),
+    "sampled": SamplingParams(max_tokens=64, ignore_eos=True, temperature=0.9, top_k=7, seed=5),
+}
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Models:
+    pair = load_random_pair(tmp_path_factory.mktemp("pair"), FAMILIES[request.param] | HEADS, **HEADS).pair
+    spec = PairSpec(name="random", target=str(pair.target_path), drafter=str(pair.drafter_path))
+    return load_models(small_config("aggregated", **SMALL, pair=spec))
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+@pytest.mark.parametrize("sampling", list(SAMPLINGS))
+@pytest.mark.parametrize("live", [1, 3, 4])
+def test_captured_steps_draft_what_eager_ones_do(family: Models, live: int, sampling: str) -> None:
+    engine = build(small_config("aggregated", **SMALL), family).engine
+    assert isinstance(engine, AggregatedEngine)
+    assert family.drafter is not None
+    for index in range(live):
+        prompt = tuple((index * 5 + i * i + i) % VOCAB for i in range(9 + index))
+        engine.submit(
+            SubmitRequest(
+                request_id=RequestId(str(index)), prompt_token_ids=prompt, sampling=SAMPLINGS[sampling]
+            )
+        )
+    while len(engine._decoding) < live:
+        engine.step(0.0)
+    captured, runner, sampler = engine.decode._step, engine._runner, engine.decode._sampler
+    assert type(captured).__name__ == "CapturedStep"
+    count = family.drafter.max_draft_tokens
+    equal = total = 0
+    while engine._decoding:
+        sequences = list(engine._decoding)
+        starts = engine.ledger.lengths_of([each.request_id for each in sequences])
+        choice = sampler.draft_choice([each.sampling for each in sequences], [start + 1 for start in starts])
+        expected = runner.draft(sequences, count, choice).tokens_BK
+        captured.run(sequences, count)
+        found = captured._drafted[: len(sequences), :count]  # type: ignore[attr-defined]
+        equal += int((found == expected).sum())
+        total += expected.numel()
+        engine.step(0.0)
+    engine.check()
+    assert total > 60
+    assert equal >= 0.9 * total  # rounding in bfloat16 may tip a near tie
