@@ -280,13 +280,14 @@ def _memory(demand: KvDemand, plan: PagePlan, dtype: torch.dtype, device: torch.
 
 def _working_set(config: WorkerConfig, models: Models, demand: KvDemand) -> WorkingSet:
     target, drafter = models.decoder.config, models.drafter
+    both = (target, target if drafter is None else drafter.config)
     return WorkingSet(
         target=demand.target,
         draft=demand.draft,
         num_heads=target.num_heads,
         draft_heads=drafter.config.num_heads if drafter is not None else 0,
-        hidden_size=target.hidden_size,
-        intermediate_size=target.intermediate_size,
+        hidden_size=max(model.hidden_size for model in both),
+        intermediate_size=max(model.intermediate_size for model in both),
         vocab_size=target.vocab_size,
         num_taps=len(drafter.tap_layer_ids) if drafter is not None else 0,
         max_batch=config.max_batch,

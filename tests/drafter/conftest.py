@@ -15,6 +15,22 @@ from drafter.config import DrafterConfig
 from tests.device import DEVICE
 
 HIDDEN, VOCAB, TARGET_LAYERS = 24, 50, 6
+NETWORK: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": HIDDEN,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "hidden_act": "silu",
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "attention_bias": False,
+    "layer_types": ["full_attention"] * 2,
+}
 
 
 @pytest.fixture
@@ -22,24 +38,13 @@ def raw_config() -> dict[str, Any]:
     """A config.json in the old dialect: block_size and rotary settings at the top level."""
     return {
         "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "hidden_size": HIDDEN,
-        "intermediate_size": 40,
+        **NETWORK,
         "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "hidden_act": "silu",
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
+        "layer_types": ["full_attention"] * 3,
         "rope_scaling": None,
-        "attention_bias": False,
         "tie_word_embeddings": False,
         "use_sliding_window": False,
         "sliding_window": None,
-        "layer_types": ["full_attention"] * 3,
         "num_target_layers": TARGET_LAYERS,
         "block_size": 5,
         "dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 3]},

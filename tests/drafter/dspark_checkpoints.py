@@ -9,32 +9,16 @@ from torch import Tensor
 
 from drafter.checkpoint import tensor_shapes
 from drafter.config import DrafterConfig
-from tests.drafter.conftest import HIDDEN, TARGET_LAYERS, VOCAB
+from tests.drafter.conftest import NETWORK, TARGET_LAYERS, VOCAB
 
 BLOCK, MASK, RANK = 5, 7, 6
-_NETWORK: dict[str, Any] = {
-    "model_type": "qwen3",
-    "hidden_size": HIDDEN,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "hidden_act": "silu",
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "attention_bias": False,
-    "layer_types": ["full_attention"] * 2,
-}
 
 
 def deepspec(kind: str = "vanilla", **changes: Any) -> dict[str, Any]:
     """All fields at the top level."""
     return {
         "architectures": ["Qwen3DSparkModel"],
-        **_NETWORK,
+        **NETWORK,
         "num_target_layers": TARGET_LAYERS,
         "block_size": BLOCK,
         "mask_token_id": MASK,
@@ -51,7 +35,7 @@ def specforge(kind: str = "vanilla", **changes: Any) -> dict[str, Any]:
     """Drafting fields nested; the confidence head follows from its weight in the loss."""
     return {
         "architectures": ["DSparkDraftModel"],
-        **_NETWORK,
+        **NETWORK,
         "num_target_layers": TARGET_LAYERS,
         "block_size": BLOCK,
         "dflash_config": {
@@ -73,7 +57,7 @@ def speculators(kind: str = "vanilla", **changes: Any) -> dict[str, Any]:
         "architectures": ["DSparkSpeculator"],
         "speculators_model_type": "dspark",
         "speculators_version": "0.4.0",
-        "transformer_layer_config": _NETWORK,
+        "transformer_layer_config": NETWORK,
         "draft_vocab_size": VOCAB,
         "block_size": BLOCK,
         "aux_hidden_state_layer_ids": [2, 4],

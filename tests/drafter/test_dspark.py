@@ -99,7 +99,8 @@ def test_a_block_of_n_slots_drafts_n_tokens_one_more_than_dflash(tmp_path: Path,
     a.append(0, taps, 0)
     b.append(0, taps, 0)
     # The same weights: slot j of one is slot j of the other, but drafts another position.
-    assert torch.equal(a.logits([0], [4], [6], BLOCK)[0, 1:], b.logits([0], [4], [6], BLOCK - 1)[0])
+    one, other = a.logits([0], [4], [6], BLOCK)[0, 1:], b.logits([0], [4], [6], BLOCK - 1)[0]
+    torch.testing.assert_close(one, other)  # some processors round five rows otherwise than four
 
 
 @pytest.mark.parametrize("kind", KINDS)

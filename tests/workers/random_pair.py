@@ -12,6 +12,7 @@ from drafter.checkpoint import TargetFacts, load_drafter, save_drafter, tensor_s
 from drafter.config import DrafterConfig
 from drafter.fingerprint import drafter_fingerprint
 from tests.device import DEVICE
+from tests.drafter.conftest import NETWORK
 from tests.workers.tiny_checkpoints import config_of, random_tensors, write_directory
 from workers.assembly import Models
 from workers.backend import TorchBackend
@@ -106,23 +107,13 @@ ANOTHER_SHAPE: dict[str, Any] = {
 def _draft_config() -> dict[str, Any]:
     return {
         "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
+        **NETWORK,
         "hidden_size": 32,
-        "intermediate_size": 40,
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "head_dim": 16,
-        "hidden_act": "silu",
         "vocab_size": VOCAB,
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "rope_scaling": None,
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        "use_sliding_window": False,
-        "sliding_window": None,
         "layer_types": ["full_attention"],
         "num_target_layers": 2,
         "block_size": 4,
