@@ -22,6 +22,7 @@ from cluster.config import limit_threads
 from cluster.here import Note
 from cluster.logs import configure
 from cluster.observer import Observing
+from cluster.readiness import stood_still_s
 from cluster.tracing import worker_tracing
 from cluster.version import VERSION
 from workers.config import WorkerConfig
@@ -46,7 +47,7 @@ StartAnswer = Serving | StartRefused
 
 
 class Health(msgspec.Struct, frozen=True):
-    """Requests that the worker has, seconds since its engine moved, and what broke the engine, if anything did."""
+    """Requests that the worker has, for how long it has stood still, and what broke the engine, if anything did."""
 
     busy: int
     idle_s: float
@@ -130,7 +131,7 @@ class WorkerActor:
             stats = self._host.stats()
         except WorkerRefused as refused:
             return msgspec.msgpack.encode(Health(0, 0.0, refused.message))
-        return msgspec.msgpack.encode(Health(stats.running + stats.waiting, stats.last_progress_age_s))
+        return msgspec.msgpack.encode(Health(stats.running + stats.waiting, stood_still_s(stats)))
 
     async def describe(self) -> bytes:
         """A msgpack `Described`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from workers.request import Role
+from workers.request import Role, WorkerStats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,3 +30,12 @@ def stalled(workers: Iterable[Progress], limit_s: float) -> list[str]:
         for worker in workers
         if worker.role != "context" and worker.running > 0 and worker.last_progress_age_s > limit_s
     ]
+
+
+def stood_still_s(stats: WorkerStats) -> float:
+    """For how long a worker has done nothing about its requests, as far as it is to blame.
+
+    One that waits for pages which others hold (a slow receiver, a held prompt, a write that may still arrive) cannot do
+    more than look whether they are back. Ending it would help nobody: its requests have deadlines.
+    """
+    return stats.last_turn_age_s if stats.awaits_pages else stats.last_progress_age_s

@@ -30,6 +30,7 @@ from workers.sequence import Sequence
 class AggregatedEngine:
     """Continuous batching of whole requests on one worker."""
 
+    awaits_pages = False
     num_transfers = 0
     num_quarantined = 0
 

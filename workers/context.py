@@ -239,8 +239,11 @@ class ContextEngine:
 
     @property
     def idle(self) -> bool:
-        awaits_pages = bool(self._held) or self.ledger.usage().leases > 0
-        return not (self._prefilling or self._events or (self._waiting and not awaits_pages))
+        return not (self._prefilling or self._events or (self._waiting and not self.awaits_pages))
+
+    @property
+    def awaits_pages(self) -> bool:
+        return bool(self._held) or self.ledger.usage().leases > 0
 
     @property
     def num_running(self) -> int:

@@ -119,6 +119,11 @@ class Engine(Protocol):
     def idle(self) -> bool: ...
 
     @property
+    def awaits_pages(self) -> bool:
+        """Whether others hold pages that come back without a step of this engine: transfers, or prompts on a lease."""
+        ...
+
+    @property
     def num_running(self) -> int: ...
 
     @property

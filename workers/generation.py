@@ -225,8 +225,11 @@ class GenerationEngine:
     @property
     def idle(self) -> bool:
         able = self._prefilling or len(self._decoding) > len(self._lacking)
-        awaits_pages = bool(self._transfers or self._quarantined)
-        return not (able or self._events or (self._waiting and not awaits_pages))
+        return not (able or self._events or (self._waiting and not self.awaits_pages))
+
+    @property
+    def awaits_pages(self) -> bool:
+        return bool(self._transfers or self._quarantined)
 
     @property
     def num_running(self) -> int:

@@ -72,7 +72,8 @@ class EngineHost:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopping = threading.Event()
         self._failure: str | None = None
-        self._last_progress_s = time.monotonic()
+        self._last_progress_s = self._last_turn_s = time.monotonic()
+        self._awaited_pages = False  # when the present turn began
         if assembly.port is not None:
             assembly.port.wake_on_event(self._wake)
 
@@ -206,6 +207,7 @@ class EngineHost:
             raise EngineFailed(f"the engine failed: {self._failure}")
         engine, usage = self._engine, self._engine.ledger.usage()
         counters, decode, port = engine.counters, engine.decode, self._assembly.port
+        now_s = time.monotonic()
         return WorkerStats(
             role=self.facts.role,
             epoch=self.facts.epoch,
@@ -229,7 +231,9 @@ class EngineHost:
             transfers_failed=counters.transfers_failed,
             requests_finished=counters.requests_finished,
             steps=counters.steps,
-            last_progress_age_s=time.monotonic() - self._last_progress_s,
+            last_progress_age_s=now_s - self._last_progress_s,
+            last_turn_age_s=now_s - self._last_turn_s,
+            awaits_pages=self._awaited_pages,
             cached_pages=usage.cached_pages,
             cached_prompt_tokens=counters.cached_prompt_tokens,
             preemptions=counters.preemptions,
@@ -292,7 +296,9 @@ class EngineHost:
         with torch.inference_mode():
             while not self._stopping.is_set():
                 self._run_commands()
-                began_s = time.monotonic()
+                # As the turn begins: the step in which pages come back is as young as itself, however long it takes.
+                self._awaited_pages = self._engine.awaits_pages
+                began_s = self._last_turn_s = time.monotonic()
                 try:
                     events = self._engine.step(began_s)
                 except Exception as error:

@@ -196,6 +196,8 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     drafting are not among them. `kv_write_s`: seconds in which writes to peers were under way.
     `prompts_held` were computed before it was known who decodes them; `prompt_leases_expired` of them nobody asked for.
     A `draining` worker is sent nothing new, by no gateway.
+    `last_progress_age_s`: since the engine did something; `last_turn_age_s`: since it last looked whether there is
+    something to do. While it `awaits_pages` that others hold it may only look.
     """
 
     role: Role
@@ -232,6 +234,8 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     drafted_tokens: int = 0
     kv_write_s: float = 0.0
     draining: bool = False
+    last_turn_age_s: float = 0.0
+    awaits_pages: bool = False
 
 
 class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.readiness import stood_still_s
 from cluster.supervision import (
     Begun,
     Command,
@@ -29,6 +31,7 @@ from cluster.supervision import (
     after,
     decide,
 )
+from tests.cluster.fake_worker import FakeHost
 
 POLICY = Policy(
     startup_limit_s=30,
@@ -82,6 +85,24 @@ def test_a_worker_is_ended_for_what_it_does_and_does_not(place: Place, reason: s
 )
 def test_a_worker_that_is_well_idle_starting_or_draining_is_left_alone(place: Place) -> None:
     assert decide([place], [], POLICY, 100.0) == []
+
+
+@pytest.mark.parametrize(
+    ("awaits_pages", "turn_age_s", "ended"),
+    [(True, 0.05, False), (True, 21.0, True), (False, 0.05, True)],
+)
+def test_a_worker_that_waits_for_pages_others_hold_is_left_alone_as_long_as_it_looks_for_them(
+    awaits_pages: bool, turn_age_s: float, ended: bool
+) -> None:
+    stats = msgspec.structs.replace(
+        FakeHost("generation").stats(),
+        waiting=2,
+        last_progress_age_s=500.0,
+        last_turn_age_s=turn_age_s,
+        awaits_pages=awaits_pages,
+    )
+    said = Said(heard_s=99.0, busy=stats.waiting, idle_s=stood_still_s(stats))
+    assert bool(decide([serving(phase=Serving(0.0, said))], [], POLICY, 100.0)) == ended
 
 
 def test_waits_double_up_to_a_limit_and_a_settled_worker_is_forgiven() -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
+from cluster.readiness import stood_still_s
 from kvmanager.ids import RequestId, WorkerEpoch
 from tests.workers.split_pair import config
 from transceiver.endpoint import Identity
@@ -23,7 +24,15 @@ from workers.assembly import Models, build
 from workers.engine import EngineEvent
 from workers.errors import InvalidRequest, PeerUnknown
 from workers.host import EngineHost
-from workers.request import HoldRequest, PrefillRequest, ReserveRequest, Role, SamplingParams, TokenFrame
+from workers.request import (
+    Held,
+    HoldRequest,
+    PrefillRequest,
+    ReserveRequest,
+    Role,
+    SamplingParams,
+    TokenFrame,
+)
 
 SAMPLING = SamplingParams(max_tokens=6, ignore_eos=True)
 PROMPT = tuple(n % 11 for n in range(40))
@@ -41,8 +50,8 @@ class Hosts:
     def _port(self, epoch: WorkerEpoch, role: str, print_: Fingerprint, pools: Pools) -> TransferPort:
         return Pump(Identity(epoch, role, print_), pools, lambda: LoopbackTransport(self.hub, epoch, pools))
 
-    def start(self, role: Role) -> EngineHost:
-        made = msgspec.structs.replace(config(role), dtype="float64", max_seq_len=96)
+    def start(self, role: Role, pages: int | None = None) -> EngineHost:
+        made = msgspec.structs.replace(config(role, pages=pages), dtype="float64", max_seq_len=96)
         host = EngineHost(build(made, self.models, self._port), num_threads=1)
         host.set_frame_sink(self.frames.append)
         host.start()
@@ -116,6 +125,35 @@ async def test_a_worker_that_was_idle_for_long_does_not_look_stuck_in_its_next_s
     assert context.stats().last_progress_age_s < 600.0
     go_on.set()
     await holding
+
+
+async def test_a_worker_whose_queue_waits_for_pages_that_others_hold_does_not_look_stuck(
+    hosts: Hosts,
+) -> None:
+    """A held prompt has five of seven pages for an hour. Nothing moves, and ending the worker would help nobody."""
+    context = hosts.start("context", pages=8)
+
+    def hold(name: str, first_token: int) -> asyncio.Task[Held]:
+        request = HoldRequest(
+            request_id=RequestId(name),
+            prompt_token_ids=(first_token, *PROMPT, *PROMPT[1:]),
+            sampling=SAMPLING,
+            ttl_s=3600.0,
+            lease_s=3600.0,
+        )
+        return asyncio.create_task(context.hold_prompt(request))
+
+    await hold("a", 1)
+    waits = hold("b", 2)
+    while not context.stats().waiting:
+        await asyncio.sleep(0.005)
+    context._last_progress_s = time.monotonic() - 3600.0
+    while not (stats := context.stats()).awaits_pages:
+        await asyncio.sleep(0.005)
+    assert stats.last_progress_age_s > 3000.0, "nothing has moved"
+    assert stood_still_s(stats) < 600.0
+    context.cancel(RequestId("a"))
+    await waits
 
 
 async def test_a_disconnected_peer_is_unknown_until_it_shakes_hands_again(hosts: Hosts) -> None:
