@@ -70,6 +70,7 @@ def test_a_refused_group_leaves_nothing_reserved(found: dict[str, Any]) -> None:
 
 
 def test_a_cluster_puts_each_role_on_the_nodes_of_its_label(found: dict[str, Any]) -> None:
+    """S73: actors in placement groups that were made before them. There are no pipeline stages to nest."""
     assert found["serving"] == {"context-0": "nvl-a", "generation-0": "nvl-b"}
 
 
