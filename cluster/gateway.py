@@ -62,7 +62,7 @@ from cluster.timeline import MAX_RECORDS, Timeline
 from cluster.tracing import NoTracing, Tracing, traceparent_of
 from cluster.worker_client import WorkerUnreachable
 from kvmanager.ids import RequestId, WorkerEpoch
-from workers.errors import NotHeld, TransferBroke, WorkerRefused
+from workers.errors import NotHeld, PeerUnknown, TransferBroke, WorkerRefused
 from workers.request import (
     ComputedHere,
     HoldRequest,
@@ -171,6 +171,11 @@ class Gateway:
     @property
     def links(self) -> list[WorkerLink]:
         return list(self._membership.links.values())
+
+    @property
+    def paired(self) -> frozenset[tuple[WorkerEpoch, WorkerEpoch]]:
+        """(context epoch, generation epoch) of workers that have been introduced to each other."""
+        return self._membership.paired
 
     @property
     def ready(self) -> bool:
@@ -561,6 +566,8 @@ class Gateway:
         except (RequestError, WorkerRefused, WorkerUnreachable) as error:
             if called is not None and isinstance(error, WorkerUnreachable):
                 called.doubt()
+            if isinstance(error, PeerUnknown):
+                self._membership.introduce_again(*live.record.workers)
             if not live.landed:
                 # Either side may have broken a transfer; else it was the worker that was asked.
                 either = called is None or isinstance(error, TransferBroke)

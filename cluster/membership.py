@@ -1,7 +1,9 @@
 """Who is in the cluster: a link to every worker, and the handshakes between context and generation workers.
 
 Every context worker is introduced to every generation worker, in both directions, as soon as both are attached. The
-receiver learns of the sender first: once the sender knows the receiver, it may write at any moment.
+receiver learns of the sender first: once the sender knows the receiver, it may write at any moment. Each introduction
+is a task of its own, so a worker that is slow to shake hands keeps nobody else from serving; it is tried again as long
+as both are there.
 
 Workers come and go: `assign` takes the list as it is now. A name whose address is another is another incarnation: its
 old link is lost at once, and a new one takes its place.
@@ -17,8 +19,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from cluster.link import LinkEvents, LinkState, LinkTimes, WorkerAddress, WorkerLink
 from cluster.routing import WorkerSnapshot
@@ -31,7 +34,11 @@ _log = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 60.0
 _BURIAL_TIMEOUT_S = 10.0
+_RETRY_S = 1.0
 _DEAD_REMEMBERED = 256
+
+_Pair: TypeAlias = tuple[WorkerEpoch, WorkerEpoch]
+"""Epochs of a context and a generation worker."""
 
 
 class NotReady(Exception):
@@ -62,16 +69,16 @@ class Membership:
         self._gateway = gateway
         self._times = times
         self.links = {worker.name: self._link(worker) for worker in workers}
-        self._paired: set[tuple[WorkerEpoch, WorkerEpoch]] = set()
-        self._refused: dict[tuple[WorkerEpoch, WorkerEpoch], str] = {}  # with what they do not agree on
+        self._paired: set[_Pair] = set()
+        self._refused: dict[_Pair, str] = {}  # with what they do not agree on
+        self._introducing: dict[_Pair, asyncio.Task[None]] = {}
         self._epochs: dict[str, WorkerEpoch] = {}  # of each worker's latest incarnation
         self._dead: deque[WorkerEpoch] = deque(maxlen=_DEAD_REMEMBERED)
-        self._introducing = asyncio.Lock()
         self._changed = asyncio.Event()
-        self._closing: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()  # links that close, and who is told of the dead
 
     @property
-    def paired(self) -> frozenset[tuple[WorkerEpoch, WorkerEpoch]]:
+    def paired(self) -> frozenset[_Pair]:
         """(context epoch, generation epoch) of completed handshakes."""
         return frozenset(self._paired)
 
@@ -87,7 +94,7 @@ class Membership:
                 del self.links[name]
                 epoch = self._epochs.pop(name, None)
                 if epoch is not None:
-                    self._dead.append(epoch)
+                    self._bury(epoch)
                 self._lose(link, "it was replaced" if name in wanted else "it was taken out of the cluster")
         for name, worker in wanted.items():
             if name not in self.links:
@@ -95,8 +102,19 @@ class Membership:
                 self.links[name].start()
         self._changed.set()
 
+    def introduce_again(self, one: str, other: str) -> None:
+        """Workers of these names do not know each other any more: a connection between them broke."""
+        pair = [self.links[name] for name in (one, other) if name in self.links]
+        if len(pair) == 2:
+            epochs = {link.facts.epoch for link in pair if link.facts is not None}
+            self._paired = {known for known in self._paired if epochs != {*known}}
+            self._introduce(*pair)
+
     async def close(self) -> None:
-        await asyncio.gather(*(link.close() for link in self.links.values()), *self._closing)
+        for introduction in self._introducing.values():
+            introduction.cancel()
+        await asyncio.gather(*self._introducing.values(), return_exceptions=True)
+        await asyncio.gather(*(link.close() for link in self.links.values()), *self._tasks)
 
     def _link(self, worker: WorkerAddress) -> WorkerLink:
         return WorkerLink(worker, self._gateway, self._times, self._events)
@@ -104,15 +122,15 @@ class Membership:
     def _lose(self, link: WorkerLink, why: str) -> None:
         link.state = LinkState.SUSPECT  # whoever still holds the link must not trust it
         self._news.lost(link, why)
-        task = asyncio.create_task(link.close())
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        self._spawn(link.close())
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Return when every worker is attached and introduced. Raises NotReady, also when no two workers fit."""
         try:
             async with asyncio.timeout(timeout_s):
-                while any(link.state is not LinkState.READY for link in self.links.values()):
+                while self._introducing or any(
+                    link.state is not LinkState.READY for link in self.links.values()
+                ):
                     self._changed.clear()
                     await self._changed.wait()
             if self._refused and not self._paired:
@@ -123,6 +141,7 @@ class Membership:
                 for link in self.links.values()
                 if link.state is not LinkState.READY
             ]
+            missing += [f"{task.get_name()} have not shaken hands" for task in self._introducing.values()]
             raise NotReady(f"not ready after {timeout_s:g} s: {'; '.join(missing)}") from None
 
     def snapshots(self) -> list[WorkerSnapshot]:
@@ -130,56 +149,86 @@ class Membership:
         return [_snapshot(link, facts) for link in self.links.values() if (facts := link.facts) is not None]
 
     async def _attached(self, link: WorkerLink) -> None:
-        async with self._introducing:  # two workers that attach together must not introduce each other twice
-            present = [
-                other for other in self.links.values() if other.state is LinkState.READY or other is link
-            ]
-            await self._bury(link, present)
+        assert link.facts is not None
+        name, epoch = link.worker.name, link.facts.epoch
+        before, self._epochs[name] = self._epochs.get(name, epoch), epoch
+        if before != epoch:
+            self._bury(before)
+        if epoch in self._dead:  # it was taken out of the cluster, and is back
+            self._dead.remove(epoch)
+        # Without a wait from here to the end: whoever attaches next sees this worker, or has been seen by it.
+        link.state = LinkState.READY
+        present = [other for other in self.links.values() if other.state is LinkState.READY]
+        if self._dead:
             for other in present:
-                await self._introduce(link, other)
-            # Ready only now, inside the lock: whoever attaches next must see this worker or be seen by it.
-            link.state = LinkState.READY
+                self._spawn(self._tell_of_the_dead(other, tuple(self._dead)))
+        for other in present:
+            self._introduce(link, other)
         self._changed.set()
 
-    async def _bury(self, link: WorkerLink, present: Sequence[WorkerLink]) -> None:
-        """Tell of the dead. Whoever does not hear it now hears it when the next worker attaches, or itself again."""
-        assert link.facts is not None
-        before = self._epochs.get(link.worker.name, link.facts.epoch)
-        self._epochs[link.worker.name] = link.facts.epoch
-        if before != link.facts.epoch:
-            self._dead.append(before)
-        if not self._dead:
-            return
-        calls = [other.client.disconnect(tuple(self._dead), _BURIAL_TIMEOUT_S) for other in present]
-        for other, answer in zip(present, await asyncio.gather(*calls, return_exceptions=True), strict=True):
-            if isinstance(answer, WorkerUnreachable | WorkerRefused):
-                _log.warning("worker %s did not hear who is dead: %s", other.worker.name, answer)
-            elif answer is not None:
-                raise answer
+    def _bury(self, epoch: WorkerEpoch) -> None:
+        """Its handshakes are of no use to anyone."""
+        self._dead.append(epoch)
+        self._paired = {pair for pair in self._paired if epoch not in pair}
+        self._refused = {pair: why for pair, why in self._refused.items() if epoch not in pair}
 
-    async def _introduce(self, one: WorkerLink, other: WorkerLink) -> None:
+    async def _tell_of_the_dead(self, link: WorkerLink, dead: tuple[WorkerEpoch, ...]) -> None:
+        """Whoever does not hear it now hears it when the next worker attaches, or itself again."""
+        try:
+            await link.client.disconnect(dead, _BURIAL_TIMEOUT_S)
+        except (WorkerUnreachable, WorkerRefused) as error:
+            _log.warning("worker %s did not hear who is dead: %s", link.worker.name, error)
+
+    def _introduce(self, one: WorkerLink, other: WorkerLink) -> None:
         by_role = {link.worker.role: link for link in (one, other)}
         context, generation = by_role.get("context"), by_role.get("generation")
         if context is None or generation is None or context.facts is None or generation.facts is None:
             return
         pair = (context.facts.epoch, generation.facts.epoch)
-        if pair in self._paired:
+        if pair in self._paired or pair in self._refused or pair in self._introducing:
             return
-        # Handshakes of earlier incarnations are of no use to anyone.
-        epochs = {facts.epoch for facts in facts_of(self.links.values())}
-        self._paired = {known for known in self._paired if epochs.issuperset(known)}
-        self._refused = {known: why for known, why in self._refused.items() if epochs.issuperset(known)}
-        if pair in self._refused:
-            return
+        self._introducing[pair] = asyncio.create_task(
+            self._introduction(pair, context, generation),
+            name=f"{context.worker.name} and {generation.worker.name}",
+        )
+
+    async def _introduction(self, pair: _Pair, context: WorkerLink, generation: WorkerLink) -> None:
         try:
-            await generation.client.connect(context.facts.hello, HANDSHAKE_TIMEOUT_S)
-            await context.client.connect(generation.facts.hello, HANDSHAKE_TIMEOUT_S)
-        except HandshakeFailed as refused:
-            # Two versions during a roll-out, or a mistake: each may still work with others.
-            self._refused[pair] = f"{context.worker.name} and {generation.worker.name}: {refused}"
-            _log.warning("workers that do not fit together: %s", self._refused[pair])
+            await self._shake_hands(pair, context, generation)
+        finally:
+            del self._introducing[pair]
+            self._changed.set()
+
+    async def _shake_hands(self, pair: _Pair, context: WorkerLink, generation: WorkerLink) -> None:
+        """Until it is done or refused; whoever is lost meanwhile is introduced again when it is back."""
+        while _there(context, pair[0]) and _there(generation, pair[1]):
+            assert context.facts is not None
+            assert generation.facts is not None
+            try:
+                await generation.client.connect(context.facts.hello, HANDSHAKE_TIMEOUT_S)
+                await context.client.connect(generation.facts.hello, HANDSHAKE_TIMEOUT_S)
+            except HandshakeFailed as refused:
+                # Two versions during a roll-out, or a mistake: each may still work with others.
+                self._refused[pair] = f"{context.worker.name} and {generation.worker.name}: {refused}"
+                _log.warning("workers that do not fit together: %s", self._refused[pair])
+                return
+            except (WorkerUnreachable, WorkerRefused) as error:
+                names = (context.worker.name, generation.worker.name)
+                _log.warning("%s and %s could not be introduced yet: %s", *names, error)
+                await asyncio.sleep(_RETRY_S)
+                continue
+            if {*pair} <= {*self._epochs.values()}:  # neither has been replaced meanwhile
+                self._paired.add(pair)
             return
-        self._paired.add(pair)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _there(link: WorkerLink, epoch: WorkerEpoch) -> bool:
+    return link.state is LinkState.READY and link.facts is not None and link.facts.epoch == epoch
 
 
 def _snapshot(link: WorkerLink, facts: WorkerFacts) -> WorkerSnapshot:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from cluster.link import LinkState, LinkTimes, WorkerAddress
 from cluster.membership import LinkNews, Membership, NotReady
 from cluster.worker_client import WorkerClient, WorkerUnreachable
 from cluster.worker_server import WorkerServer
-from kvmanager.ids import RequestId
+from kvmanager.ids import RequestId, WorkerEpoch
 from tests.cluster.conftest import FakeCluster, StartCluster
 from tests.cluster.fake_worker import FakeHost
 from workers.errors import EngineFailed, NotAttached
@@ -250,13 +251,65 @@ async def test_when_a_worker_is_replaced_its_peers_hear_that_the_earlier_one_is_
     ip, _, port = link.worker.address.rpartition(":")
     await server.start(ip, int(port))
     try:
-        while link.state is not LinkState.READY:
+        while host.epoch not in peer.connected or not split.gateway.ready:
             await asyncio.sleep(0.005)
         assert peer.disconnected == {dead.epoch}
-        assert host.epoch in peer.connected
         assert (await split.client.complete("ab", max_tokens=4))[0] == "abab"
     finally:
         await server.stop()
+
+
+async def test_workers_that_have_forgotten_each_other_are_introduced_again_for_the_request_that_finds_out(
+    start_cluster: StartCluster,
+) -> None:
+    """S25: their connection broke and they did; nobody is restarted."""
+    peers: Any = {}
+    context, generation = FakeHost("context", peers), FakeHost("generation", peers)
+    cluster = await start_cluster(context, generation, replay_wait_s=5.0)
+    context.connected.clear()
+    assert (await cluster.client.complete("ab", max_tokens=4))[0] == "abab"
+    assert context.connected == {generation.epoch}
+    assert sum(cluster.gateway.figures.replays.values()) == 1
+    await cluster.settle()
+
+
+@pytest.mark.parametrize("slow", ["context", "generation"])
+async def test_a_worker_that_is_slow_to_shake_hands_keeps_nobody_else_from_serving(
+    start_cluster: StartCluster, slow: Role
+) -> None:
+    peers: Any = {}
+    cluster = await start_cluster(FakeHost("context", peers), FakeHost("generation", peers))
+    let_go, host = threading.Event(), FakeHost(slow, peers)
+    connect = host.connect
+
+    def slowly(hello: bytes) -> WorkerEpoch:
+        assert let_go.wait(15)
+        return connect(hello)
+
+    host.connect = slowly  # type: ignore[method-assign]
+    fast = FakeHost(slow, peers)
+    servers = [WorkerServer(host), WorkerServer(fast)]
+    try:
+        links = [link.worker for link in cluster.gateway.links]
+        links += [
+            WorkerAddress(name, slow, await server.start("127.0.0.1"))
+            for name, server in zip(("slow", "fast"), servers, strict=True)
+        ]
+        cluster.gateway.assign(links)
+        other = next(known for known in cluster.hosts.values() if known.role != slow)
+        while fast.epoch not in other.connected or other.epoch not in fast.connected:
+            await asyncio.sleep(0.005)
+        for _ in range(4):
+            assert (await cluster.client.complete("ab", max_tokens=4))[0] == "abab"
+        assert not host.connected
+        let_go.set()
+        while other.epoch not in host.connected:
+            await asyncio.sleep(0.005)
+        await cluster.settle()
+    finally:
+        let_go.set()
+        for server in servers:
+            await server.stop()
 
 
 async def test_a_port_that_accepts_and_never_answers_does_not_hang_the_start() -> None:
