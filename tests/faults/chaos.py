@@ -1,9 +1,9 @@
 """Requests at a steady rate while workers and links fail: `python -m tests.faults.chaos`.
 
 Context and generation workers, each a process on a host (network namespace) of its own, KV over NIXL between them; the
-gateway is in this process. Every few seconds something happens to one worker: it is killed, stopped for a while,
-drained for a while, or its link is cut for a while. A killed one is started again at its address, as another
-incarnation.
+gateway and the supervisor are in this process, and nobody else starts a worker. Every few seconds something happens to
+one of them: it is killed, stopped for a while, drained for a while, or its link is cut for a while. The supervisor
+fills the place of a killed one, and of one that was stopped for longer than it may be silent.
 
 Each request must end in its golden text or in a clear error, none later than its deadline. There may be an error only
 where all workers of a role were kept from serving at some moment of the request's life. When all is over no worker may
@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import os
 import random
 import signal
-import socket
 import sys
 import time
 from collections import Counter
@@ -27,15 +27,18 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from cluster.answers import AnswerChunk, AnswerRequest, TokenPrompt
+from cluster.config import ClusterConfig
 from cluster.errors import RequestError
 from cluster.gateway import Gateway, GatewaySettings
 from cluster.link import LinkState, LinkTimes, WorkerLink
 from cluster.prompt_sets import builtin_prompts
 from cluster.routing import WithoutContext
+from cluster.supervisor import Supervisor, policy_of
+from kvmanager.ids import WorkerEpoch
 from tests.cluster.ray_head import Host
 from tests.faults import network
 from tests.faults.memory import Line
-from tests.faults.places import Memory, Outages, Place
+from tests.faults.places import Memory, Outages, Place, Places
 from tests.workers.split_pair import run_aggregated
 from workers.assembly import load_models
 from workers.config import PairSpec, WorkerConfig
@@ -44,13 +47,14 @@ from workers.request import Role, SamplingParams
 from workers.tokenizer import Tokenizer
 
 Deed = Literal["kill", "stop", "drain", "cut"]
-LASTS_S: dict[Deed, tuple[float, float]] = {"kill": (0, 0), "stop": (1, 8), "drain": (2, 4), "cut": (1, 6)}
-PORT = 50052  # of workers on hosts of their own
+LASTS_S: dict[Deed, tuple[float, float]] = {"kill": (0, 0), "stop": (1, 10), "drain": (2, 4), "cut": (1, 6)}
 PROMPT_TOKENS = (250, 16, 120, 40)  # at most; some short ones are computed where they are decoded
 SHARED_EVERY = 5
 DEADLINE_S = 60.0
 LATE_S = 5.0
 QUIET_S = 60.0  # leases, deadlines and restarts are over by then
+START_S = 180.0
+HEALTH_INTERVAL_S = 0.5
 GATEWAY = "gateway"
 SETTLE_S = 15.0  # a process has its caches and arenas by then
 LEAST_REQUESTS = 150
@@ -92,6 +96,7 @@ class Plan:
     without_context: WithoutContext = "refuse"
     replay_wait_s: float = 10.0
     heartbeat_timeout_s: float = 2.0
+    silence_limit_s: float = 8.0
 
 
 @dataclass
@@ -102,6 +107,7 @@ class Result:
     deeds: Counter[str] = field(default_factory=Counter)
     replays: dict[str, int] = field(default_factory=dict)
     paths: Counter[str] = field(default_factory=Counter)
+    replaced: Counter[str] = field(default_factory=Counter)  # processes, by why
     suspected: int = 0  # workers that served and were thought not to
     took_s: list[float] = field(default_factory=list)
     memory: dict[str, Line] = field(default_factory=dict)
@@ -134,14 +140,14 @@ class Run:
         self.result = Result()
         roles: list[Role] = ["context"] * plan.workers + ["generation"] * plan.workers
         self.places = [
-            Place(f"{role}-{number}", role, plan.pair, host, PORT if host.namespace else _free_port())
+            Place(f"{role}-{number}", role, plan.pair, host)
             for number, (role, host) in enumerate(zip(roles, hosts, strict=True))
         ]
         self.outages = Outages({place.name: place.role for place in self.places})
         self.memory = Memory()
         ids = itertools.count()
         self.gateway = Gateway(
-            [place.address for place in self.places],
+            [],
             Tokenizer.from_path(resolve_pair(plan.pair).target_path),
             GatewaySettings(
                 times=LinkTimes(0.2, plan.heartbeat_timeout_s),
@@ -153,28 +159,68 @@ class Run:
             new_id=lambda: f"chaos-{next(ids)}",
             new_seed=lambda: 1,
         )
+        config = ClusterConfig(
+            context_workers=plan.workers,
+            generation_workers=plan.workers,
+            silence_limit_s=plan.silence_limit_s,
+            startup_timeout_s=START_S,
+        )
+        self.supervisor = Supervisor(
+            Places(self.places),
+            {place.name: place.role for place in self.places},
+            [],
+            policy_of(config),
+            self.gateway.assign,
+            interval_s=HEALTH_INTERVAL_S,
+        )
 
     async def play(self, asked: list[Asked]) -> Result:
         try:
-            await asyncio.gather(*(place.start() for place in self.places))
-            try:
-                await self.gateway.start(180.0)
-                async with asyncio.TaskGroup() as group:
-                    watching = [group.create_task(self._wreck(group)), group.create_task(self._watch())]
-                    await self._ask_all(asked)
-                    for task in watching:
-                        task.cancel()
-                await asyncio.gather(*(place.mend() for place in self.places))
-                self.result.held = await self._held()
-                self._add_up()
-            finally:
-                await self.gateway.stop()
+            self.gateway.begin()
+            self.supervisor.start()
+            await self._all_serve()
+            async with asyncio.TaskGroup() as group:
+                watching = [group.create_task(self._wreck(group)), group.create_task(self._watch())]
+                await self._ask_all(asked)
+                for task in watching:
+                    task.cancel()
+            for place in self.places:
+                place.mend()
+            await self._all_serve()
+            self.result.held = await self._held()
+            self._add_up()
         finally:
+            await self.supervisor.stop()
+            await self.gateway.stop()
             await asyncio.gather(*(place.kill() for place in self.places))
         return self.result
 
-    def link(self, place: Place) -> WorkerLink:
-        return next(link for link in self.gateway.links if link.worker.name == place.name)
+    async def _all_serve(self) -> None:
+        """Raises TimeoutError."""
+        async with asyncio.timeout(START_S):
+            while not all(self.serves(place) for place in self.places):
+                await asyncio.sleep(0.1)
+
+    def link(self, place: Place) -> WorkerLink | None:
+        """None while nobody serves there."""
+        return next((link for link in self.gateway.links if link.worker.name == place.name), None)
+
+    def epoch(self, place: Place) -> WorkerEpoch | None:
+        link = self.link(place)
+        return link.facts.epoch if link is not None and link.facts is not None else None
+
+    def serves(self, place: Place) -> bool:
+        """Whether requests can be sent there, in company of every other that they can be sent to."""
+        link = self.link(place)
+        if link is None or not link.trusted or link.draining:
+            return False
+        partners = [other for other in self.places if other.role != place.role and self.up(other)]
+        pairs = [{self.epoch(place), self.epoch(partner)} for partner in partners]
+        return all(pair in [{*known} for known in self.gateway.paired] for pair in pairs)
+
+    def up(self, place: Place) -> bool:
+        link = self.link(place)
+        return link is not None and link.trusted and not self.outages.down(place.name)
 
     async def _ask_all(self, asked: list[Asked]) -> None:
         asking = []
@@ -227,22 +273,21 @@ class Run:
             group.create_task(self._do(place, deed))
 
     async def _do(self, place: Place, deed: Deed) -> None:
-        link = self.link(place)
-        epoch = link.facts.epoch if link.facts is not None else None
+        epoch = self.epoch(place)
         self.outages.begin(place.name, time.monotonic())
         lasts_s = self.chance.uniform(*LASTS_S[deed])
         try:
             match deed:
                 case "kill":
                     await place.kill()
-                    await place.start()
-                    while link.facts is None or link.facts.epoch == epoch:
+                    while self.epoch(place) in (None, epoch):
                         await asyncio.sleep(0.1)
                 case "stop":
                     place.send(signal.SIGSTOP)
                     await asyncio.sleep(lasts_s)
                 case "drain":
-                    await self.gateway.drain(place.name, True)
+                    with contextlib.suppress(RequestError):  # it may be thought to be gone just now
+                        await self.gateway.drain(place.name, True)
                     await asyncio.sleep(lasts_s)
                 case "cut":
                     network.cut(place.host)
@@ -252,9 +297,11 @@ class Run:
             if deed == "cut":
                 network.join(place.host)
         await asyncio.sleep(1.0)  # a heartbeat that was on its way may still fail
-        while not link.trusted or link.draining:
-            if deed == "drain" and link.trusted:
-                await self.gateway.drain(place.name, False)
+        while not self.serves(place):
+            link = self.link(place)
+            if link is not None and link.trusted and link.draining:
+                with contextlib.suppress(RequestError):
+                    await self.gateway.drain(place.name, False)
             await asyncio.sleep(0.1)
         self.outages.end(place.name, time.monotonic())
 
@@ -263,12 +310,12 @@ class Run:
         thought = set()
         for tick in itertools.count():
             for place in self.places:
-                serves = not self.outages.down(place.name)
-                if serves and not self.link(place).trusted and place.name not in thought:
+                link = self.link(place)
+                if link is not None and link.trusted:
+                    thought.discard(place.name)
+                elif not self.outages.down(place.name) and place.name not in thought:
                     thought.add(place.name)
                     self.result.suspected += 1
-                elif self.link(place).trusted:
-                    thought.discard(place.name)
             if tick % 10 == 0:
                 now_s, ended = time.monotonic(), len(self.result.took_s)
                 self.memory.note(GATEWAY, os.getpid(), now_s, ended)
@@ -293,6 +340,8 @@ class Run:
     def _add_up(self) -> None:
         figures = self.gateway.figures
         self.result.replays = dict(figures.replays)
+        for (_, _, why), count in self.supervisor.replaced.items():
+            self.result.replaced[why] += count
         for (_, path), count in figures.outcomes.items():
             self.result.paths[path] += count
         self.result.memory = self.memory.lines(SETTLE_S, LEAST_REQUESTS)
@@ -330,12 +379,6 @@ def _held_by(link: WorkerLink) -> list[str]:
     return [*held, *([f"the gateway keeps {len(link.live)} requests on {name}"] if link.live else [])]
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
-
-
 def _parsed() -> Plan:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -354,6 +397,7 @@ def _report(result: Result, wall_s: float) -> None:
     print(f"ended     {dict(result.outcomes)} in {wall_s:.0f} s")
     print(f"took      p50 {took_s[len(took_s) // 2]:.1f} s, p99 {took_s[len(took_s) * 99 // 100]:.1f} s")
     print(f"deeds     {dict(result.deeds)}; workers wrongly suspected {result.suspected}")
+    print(f"replaced  {dict(result.replaced)}")
     print(f"run again {result.replays}")
     print(f"paths     {dict(result.paths)}")
     print(f"excused   {len(result.excused)}: {dict(Counter(result.excused).most_common(5))}")

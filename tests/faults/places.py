@@ -1,4 +1,4 @@
-"""Where workers of a fault run live: a place keeps name, address and link, processes in it come and go.
+"""Where workers of a fault run live: a place keeps name and link, processes in it come and go as a supervisor says.
 
 And what is known of a run from outside its workers: who was down when, and how much memory everyone took.
 """
@@ -9,21 +9,28 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from cluster.actors import Health
+from cluster.fleet import StartFailed, WorkerGone, WorkerSilent
 from cluster.link import WorkerAddress
+from cluster.readiness import stood_still_s
+from cluster.worker_client import WorkerClient, WorkerUnreachable
 from tests.cluster.ray_head import Host
 from tests.faults import network
 from tests.faults.memory import Line, fit
+from workers.errors import WorkerRefused
 from workers.request import Role
+
+HEALTH_TIMEOUT_S = 2.0
 
 
 class Place:
-    """A worker's place: its name and port outlive its incarnations."""
+    """A worker's place. Each process in it listens at a port of its own."""
 
-    def __init__(self, name: str, role: Role, pair: str, host: Host, port: int) -> None:
+    def __init__(self, name: str, role: Role, pair: str, host: Host) -> None:
         self.name, self.role, self.host = name, role, host
-        self.address = WorkerAddress(name, role, f"{host.ip}:{port}")
         self._pair = pair
         self._process: asyncio.subprocess.Process | None = None
 
@@ -33,13 +40,22 @@ class Place:
         process = self._process
         return process.pid if process is not None and process.returncode is None else None
 
-    async def start(self) -> None:
-        command = (sys.executable, "-m", "tests.faults.worker", self.role, self.address.address, self._pair)
+    async def start(self) -> WorkerAddress:
+        """Returns when it serves. Raises StartFailed."""
+        command = (sys.executable, "-m", "tests.faults.worker", self.role, self.host.ip, self._pair)
         # All namespaces share one kernel, where UCX would find shared memory. Hosts of a cluster have none.
         apart = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "eth0"} if self.host.namespace else {}
-        self._process = await asyncio.create_subprocess_exec(
-            *self.host.command(*command), stdin=asyncio.subprocess.PIPE, env={**os.environ, **apart}
+        process = self._process = await asyncio.create_subprocess_exec(
+            *self.host.command(*command),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, **apart},
         )
+        assert process.stdout is not None
+        address = (await process.stdout.readline()).decode().strip()
+        if not address:
+            raise StartFailed(f"the process of worker {self.name} died while starting")
+        return WorkerAddress(self.name, self.role, address)
 
     def send(self, number: signal.Signals) -> None:
         if self._process is not None and self._process.returncode is None:
@@ -50,13 +66,44 @@ class Place:
         if self._process is not None:
             await self._process.wait()
 
-    async def mend(self) -> None:
-        """Whatever was done to it is undone."""
+    def mend(self) -> None:
+        """Whatever was done to it is undone, but for its death."""
         if self.host.namespace:
             network.join(self.host)
         self.send(signal.SIGCONT)
-        if self.pid is None:
-            await self.start()
+
+
+class Places:
+    """What a supervisor needs of a fleet, for processes without a Ray."""
+
+    def __init__(self, places: Iterable[Place]) -> None:
+        self._places = {place.name: place for place in places}
+        self._clients: dict[str, WorkerClient] = {}
+
+    async def start(self, name: str, role: Role) -> WorkerAddress:
+        worker = await self._places[name].start()
+        self._clients[name] = WorkerClient(worker.address, gateway="")
+        return worker
+
+    async def health(self, name: str) -> Health:
+        if self._places[name].pid is None:
+            raise WorkerGone(f"the process of worker {name} has died")
+        try:
+            stats = await self._clients[name].stats(HEALTH_TIMEOUT_S)
+        except WorkerUnreachable as error:
+            raise WorkerSilent(str(error)) from error
+        except WorkerRefused as refused:
+            return Health(0, 0.0, refused.message)
+        return Health(stats.running + stats.waiting, stood_still_s(stats))
+
+    async def drain(self, name: str) -> None:
+        await self._clients[name].drain(True, HEALTH_TIMEOUT_S)
+
+    async def end(self, name: str) -> None:
+        await self._places[name].kill()
+        client = self._clients.pop(name, None)
+        if client is not None:
+            await client.close()
 
 
 @dataclass

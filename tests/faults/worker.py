@@ -1,6 +1,6 @@
-"""One worker in a process of its own: `python -m tests.faults.worker ROLE ADDRESS PAIR`.
+"""One worker in a process of its own: `python -m tests.faults.worker ROLE IP PAIR`.
 
-It ends with its parent: standard input is read until it closes.
+It says on standard output where it listens, and ends with its parent: standard input is read until it closes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PAGES = 49
 MAX_SEQ_LEN = 384
 
 
-async def serve(role: str, address: str, pair: str) -> None:
+async def serve(role: str, ip: str, pair: str) -> None:
     from cluster.worker_server import WorkerServer
     from workers.config import FixedPages, PairSpec, WorkerConfig
     from workers.host import EngineHost
@@ -30,8 +30,7 @@ async def serve(role: str, address: str, pair: str) -> None:
         admission="grow",
     )
     server = WorkerServer(await asyncio.to_thread(EngineHost.load, config))
-    ip, _, port = address.rpartition(":")
-    await server.start(ip, int(port))
+    print(await server.start(ip), flush=True)
     await asyncio.to_thread(sys.stdin.read)
     await server.stop()
 
