@@ -133,7 +133,9 @@ class TransferBook:
             if isinstance(message, wire.Open):
                 message = self._sending.opening(key[1], outgoing, now_s)
             peer = self._peers.get(outgoing.peer)
-            if peer is not None and not peer.heard:
+            # One that has not answered for long may have lost the connection, and with it the memory of us.
+            lost = outgoing.pause_s >= self._records.timing.resend_max_s
+            if peer is not None and (lost or not peer.heard):
                 self._records.answer(outgoing.peer, wire.Introduce(self._packed_hello))
             self._records.answer(outgoing.peer, message)
 

@@ -448,6 +448,19 @@ def test_a_restarted_peer_is_another_peer_and_the_pair_goes_on() -> None:
     assert [type(event) for event in seen[reborn.epoch]] == [Landed]
 
 
+def test_a_receiver_that_has_forgotten_its_sender_is_told_again_who_it_is() -> None:
+    """Its end of the connection broke, the other did not. The transfer is late, the pair is not lost."""
+    link = Link()
+    link.start()
+    link.sender.endpoint.finish(T, handoff(10))
+    link.run(0.5)
+    link.receiver.endpoint.disconnect(link.sender.epoch)
+    link.start(transfer="t2")
+    link.sender.endpoint.finish(TransferId("t2"), handoff(10))
+    _, received = link.run(3.0)
+    assert [type(event) for event in received] == [Landed]
+
+
 def test_disconnecting_and_connecting_again_before_the_next_poll_keeps_the_connection() -> None:
     link = Link()
     link.sender.endpoint.disconnect(link.receiver.epoch)
