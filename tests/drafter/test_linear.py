@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from drafter.linear import Linear
+from drafter.linear import Linear, rows_compiled_for
 
 ROWS = [0, 1, 2, 7, 64]
 
@@ -21,6 +21,16 @@ def test_it_is_the_product_with_the_weight_plus_bias(rows: int, dtype: torch.dty
     found = Linear(weight, added)(x)
     assert found.dtype == dtype
     torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+
+
+def test_products_of_many_numbers_of_rows_are_compiled_for_few_and_say_the_same_bit_for_bit() -> None:
+    numbers = {rows_compiled_for(rows) for rows in range(1, 257)}
+    assert len(numbers) == 64
+    assert all(rows <= rows_compiled_for(rows) <= 1.13 * rows for rows in range(1, 257))
+    x, linear = torch.randn(300, 64), Linear(torch.randn(48, 64))
+    whole = linear(x)
+    for rows in (33, 37, 65, 90, 131, 255, 257):
+        assert torch.equal(linear(x[:rows]), whole[:rows]), rows
 
 
 def test_a_view_with_gaps_between_its_rows_is_multiplied_as_it_reads() -> None:
