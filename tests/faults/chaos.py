@@ -59,8 +59,6 @@ GATEWAY = "gateway"
 SETTLE_S = 15.0  # a process has its caches and arenas by then
 LEAST_REQUESTS = 150
 TOLERATED_BYTES = 8 * 2**20
-# oneDNN keeps what it compiled for each of up to 1,024 shapes: 141 MiB after prompts of 250 lengths, then flat.
-SHAPES_BYTES = 160 * 2**20
 CLEAR = frozenset({"UNAVAILABLE", "RESOURCE_EXHAUSTED"})
 FIGURES = (
     "running",
@@ -119,8 +117,7 @@ class Result:
 
     @property
     def grown(self) -> list[str]:
-        tolerated = {name: TOLERATED_BYTES + SHAPES_BYTES * (name != GATEWAY) for name in self.memory}
-        return [f"{name}: {line}" for name, line in self.memory.items() if line.grows(tolerated[name])]
+        return [f"{name}: {line}" for name, line in self.memory.items() if line.grows(TOLERATED_BYTES)]
 
     @property
     def good(self) -> bool:

@@ -25,6 +25,7 @@ from cluster.link import WorkerAddress
 from cluster.rpc.v1 import admin_pb2
 
 START_TIMEOUT_S = 120.0
+MOST_ROWS = 256  # a prompt's chunk; 16 requests of 8 tokens are fewer
 HELD = (
     "running",
     "waiting",
@@ -172,9 +173,11 @@ def _json(config: ClusterConfig) -> str:
 
 async def _worker(role: str, config: ClusterConfig) -> None:
     from cluster.worker_server import WorkerServer
+    from tests.faults.warm import compile_products
     from workers.host import EngineHost
 
     host = await asyncio.to_thread(EngineHost.load, config.worker_config(role))  # type: ignore[arg-type]
+    compile_products(MOST_ROWS)
     server = WorkerServer(host)
     await _until_stdin_closes({"address": await server.start("127.0.0.1")})
     await server.stop()
