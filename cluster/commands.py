@@ -23,7 +23,7 @@ _TABLE_WIDTH = 118
 
 ALL_MODES = ",".join(mode.name for mode in MODES)
 DEMO_PROMPTS = 8
-DEMO_TOKENS = 32
+DEMO_TOKENS = 24
 
 
 class DraftTokens(click.ParamType[Any]):

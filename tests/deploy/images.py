@@ -37,3 +37,12 @@ def stages(path: Path) -> tuple[dict[str, str], list[Stage]]:
         else:
             found[-1].steps.append((instruction, text))
     return arguments, found
+
+
+def ancestry(found: list[Stage], name: str) -> list[Stage]:
+    """The stage of this name, behind the stages of the same file that it is built on. Raises KeyError."""
+    by_name = {stage.name: stage for stage in found}
+    line = [by_name[name]]
+    while line[0].base in by_name:
+        line.insert(0, by_name[line[0].base])
+    return line

@@ -1,8 +1,9 @@
 """Rehearse an image's build without a container engine: `python -m tests.deploy.rehearse_image ROOT FILE`.
 
 ROOT is a fresh root file system that stands for the base image (debootstrap makes one, with python3 and python3-venv).
-The build stage's steps run in it as root; then the stage's result runs as the image's user, with everything but /tmp
-and /dev/shm read-only: the image's program serves and answers one prompt. Each --bind PATH is shown inside, for pip.
+The steps of the build stage, behind those of the stages that it is built on, run in it as root; then the result runs as
+the image's user, with everything but /tmp and /dev/shm read-only: the image's program serves and answers one prompt. Each
+--bind PATH is shown inside, for pip.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import subprocess
 from pathlib import Path
 
 from tests.deploy.charts import CLONE
-from tests.deploy.images import Stage, stages
+from tests.deploy.images import Stage, ancestry, stages
 
 SERVE = """
 set -e
@@ -98,7 +99,8 @@ def main() -> None:
     _, found = stages(options.file)
     last = found[-1]
     if not options.built:
-        build(root, next(stage for stage in found if stage.name == "build"), options.bind)
+        for stage in ancestry(found, "build"):
+            build(root, stage, options.bind)
         shutil.rmtree(root / "src")
         for step in last.all("RUN"):
             inside(root, step, directory="/", env=["PATH=/usr/bin:/bin:/usr/sbin:/sbin"], binds=[])

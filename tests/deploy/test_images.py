@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.deploy.charts import CHART, CLONE
-from tests.deploy.images import IMAGES, stages
+from tests.deploy.images import IMAGES, ancestry, stages
 
 FILES = sorted(IMAGES.glob("Containerfile.*"))
 
@@ -23,6 +23,13 @@ def containerfile(request: pytest.FixtureRequest) -> Path:
 
 def test_there_is_one_for_cpus_and_one_for_gpus() -> None:
     assert [path.suffix for path in FILES] == [".cpu", ".cuda"]
+
+
+def test_a_rehearsal_starts_with_the_steps_of_the_stages_below() -> None:
+    _, found = stages(IMAGES / "Containerfile.cuda")
+    assert [stage.name for stage in ancestry(found, "build")] == ["python", "build"]
+    _, found = stages(IMAGES / "Containerfile.cpu")
+    assert [stage.name for stage in ancestry(found, "build")] == ["build"]
 
 
 def test_the_base_and_every_package_are_pinned(containerfile: Path) -> None:
