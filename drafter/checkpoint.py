@@ -27,6 +27,16 @@ from drafter.errors import DrafterCheckpointError, DrafterMismatch
 from drafter.layers import TORCH_OPS, LayerOps
 from drafter.linear import Linear
 from drafter.proposal import DraftHead, IndependentHead
+from drafter.ranks import (
+    ALONE,
+    Ranks,
+    share_of,
+    share_of_heads,
+    summed,
+    vocabulary_head,
+    vocabulary_share,
+    whole_vocabulary,
+)
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -39,6 +49,7 @@ class TargetFacts:
     """What a drafter must know of its target, and the two tensors it borrows.
 
     `lm_head` is the head laid out for its device, where the target has it; without it the drafter makes its own.
+    `ranks`: among whom the target, and so the drafter, is divided; both tensors are then a rank's `vocabulary_share`.
     """
 
     hidden_size: int
@@ -48,6 +59,7 @@ class TargetFacts:
     lm_head_weight: Tensor  # [vocab, hidden]
     fingerprint: str
     lm_head: Linear | None = None
+    ranks: Ranks = ALONE
 
 
 def load_drafter(path: Path, target: TargetFacts, ops: LayerOps = TORCH_OPS) -> BlockDrafter:
@@ -55,8 +67,8 @@ def load_drafter(path: Path, target: TargetFacts, ops: LayerOps = TORCH_OPS) -> 
 
     `ops`: how that device computes what lies between matrix products.
 
-    Raises DrafterConfigError (a field of config.json), DrafterMismatch (drafter and target disagree) or
-    DrafterCheckpointError (files or tensors).
+    Raises DrafterConfigError (a field of config.json), DrafterMismatch (drafter and target disagree),
+    DrafterCheckpointError (files or tensors) or UnevenShares (a drafter that its ranks cannot divide).
     """
     config = read_config(path)
     check_fits(config, target)
@@ -67,7 +79,8 @@ def load_drafter(path: Path, target: TargetFacts, ops: LayerOps = TORCH_OPS) -> 
     placed = {name: tensor.to(device, dtype) for name, tensor in tensors.items() if name not in _MAPS}
     if token_ids is not None:
         token_ids = token_ids.to(device)
-    return BlockDrafter(config, _assemble(config, placed, target, token_ids), _head(config, placed), ops)
+    weights = _assemble(config, placed, target, token_ids)
+    return BlockDrafter(config, weights, _head(config, placed), ops, target.ranks)
 
 
 def save_drafter(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -233,6 +246,11 @@ def _token_ids(path: Path, config: DrafterConfig, tensors: Mapping[str, Tensor])
 def _assemble(
     config: DrafterConfig, tensors: Mapping[str, Tensor], target: TargetFacts, token_ids: Tensor | None
 ) -> DraftWeights:
+    ranks = target.ranks
+    heads = share_of_heads(config.num_heads, config.num_kv_heads, ranks)
+    q, kv = heads.q_rows(config.head_dim), heads.kv_rows(config.head_dim)
+    inner = share_of("intermediate_size", config.intermediate_size, ranks)
+
     def layer(index: int) -> DraftLayerWeights:
         def weight(name: str) -> Tensor:
             return tensors[f"layers.{index}.{name}.weight"]
@@ -242,13 +260,20 @@ def _assemble(
         )
         return DraftLayerWeights(
             input_norm_H=weight("input_layernorm"),
-            qkv=Linear(torch.cat([weight(f"self_attn.{part}_proj") for part in "qkv"])),
+            qkv=Linear(
+                torch.cat(
+                    [
+                        weight(f"self_attn.{part}_proj")[rows]
+                        for part, rows in (("q", q), ("k", kv), ("v", kv))
+                    ]
+                )
+            ),
             q_norm_D=weight("self_attn.q_norm"),
             k_norm_D=weight("self_attn.k_norm"),
-            o=Linear(weight("self_attn.o_proj")),
+            o=summed(weight("self_attn.o_proj")[:, q], None, ranks),
             post_norm_H=weight("post_attention_layernorm"),
-            gate_up=Linear(torch.cat([weight("mlp.gate_proj"), weight("mlp.up_proj")])),
-            down=Linear(weight("mlp.down_proj")),
+            gate_up=Linear(torch.cat([weight("mlp.gate_proj")[inner], weight("mlp.up_proj")[inner]])),
+            down=summed(weight("mlp.down_proj")[:, inner], None, ranks),
             attention_conv=around_attention,
             mlp_conv=around_mlp,
         )
@@ -258,10 +283,14 @@ def _assemble(
         hidden_norm_H=tensors["hidden_norm.weight"],
         norm_H=tensors["norm.weight"],
         layers=tuple(layer(index) for index in range(config.num_layers)),
-        embed_VH=_own_or(target.embed_weight, tensors.get("embed_tokens.weight")),
+        embed_VH=_own_or(target.embed_weight, _shared(tensors.get("embed_tokens.weight"), ranks)),
         lm_head=_output_head(tensors.get("lm_head.weight"), target, token_ids),
         token_ids=token_ids,
     )
+
+
+def _shared(own_VH: Tensor | None, ranks: Ranks) -> Tensor | None:
+    return None if own_VH is None else vocabulary_share(own_VH, ranks)
 
 
 def _own_or(borrowed_VH: Tensor, own_VH: Tensor | None) -> Tensor:
@@ -270,11 +299,15 @@ def _own_or(borrowed_VH: Tensor, own_VH: Tensor | None) -> Tensor:
 
 
 def _output_head(own_VH: Tensor | None, target: TargetFacts, token_ids: Tensor | None) -> Linear:
+    ranks = target.ranks
     if token_ids is not None:
-        return Linear(target.lm_head_weight[token_ids] if own_VH is None else own_VH)
-    if own_VH is not None and not torch.equal(own_VH, target.lm_head_weight):
-        return Linear(own_VH)
-    return target.lm_head or Linear(target.lm_head_weight)
+        if own_VH is None:
+            own_VH = whole_vocabulary(target.lm_head_weight, target.vocab_size, ranks)[token_ids]
+        return vocabulary_head(vocabulary_share(own_VH, ranks), len(token_ids), ranks)
+    share_VH = _own_or(target.lm_head_weight, _shared(own_VH, ranks))
+    if share_VH is target.lm_head_weight and target.lm_head is not None:
+        return target.lm_head
+    return vocabulary_head(share_VH, target.vocab_size, ranks)
 
 
 def _head(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> DraftHead:

@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from drafter.attention import AttentionPlan, PagedAttention
@@ -38,6 +37,7 @@ from drafter.dflash2 import DynamicConvolution
 from drafter.layers import TORCH_OPS, LayerOps, RotaryTable, Rotation
 from drafter.linear import Linear
 from drafter.proposal import DraftBlock, DraftChoice, DraftHead, IndependentHead, Proposal, WidenedChoice
+from drafter.ranks import ALONE, Ranks, embed, share_of_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +87,23 @@ class BlockDrafter:
         weights: DraftWeights,
         head: DraftHead | None = None,
         ops: LayerOps = TORCH_OPS,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """`head` chooses tokens; without one every slot is on its own (DFlash)."""
+        """`head` chooses tokens; without one every slot is on its own (DFlash).
+
+        `config` counts what the whole drafter has, `heads` what this rank has of it, as `weights` do.
+        """
         self.config = config
+        self.heads = share_of_heads(config.num_heads, config.num_kv_heads, ranks)
+        self._ranks = ranks
         self._ops = ops
         self._weights = weights
         self._head = head or IndependentHead()
         self._rotary = RotaryTable(
             config.rope, config.head_dim, weights.embed_VH.dtype, weights.embed_VH.device
         )
-        q_rows = config.num_heads * config.head_dim
-        kv_rows = config.num_kv_heads * config.head_dim
+        q_rows = self.heads.num_heads * config.head_dim
+        kv_rows = self.heads.num_kv_heads * config.head_dim
         qkv_rows = [layer.qkv.dense_weight() for layer in weights.layers]
         self._context = ContextProjection(
             fc_HX=weights.fc_HX,
@@ -115,7 +121,8 @@ class BlockDrafter:
 
     @property
     def num_kv_heads(self) -> int:
-        return self.config.num_kv_heads
+        """On this rank."""
+        return self.heads.num_kv_heads
 
     @property
     def head_dim(self) -> int:
@@ -196,7 +203,7 @@ class BlockDrafter:
         num_requests = anchor_ids_B.shape[0]
         block_BS = anchor_ids_B.new_full((num_requests, self.block_size), self.config.mask_token_id)
         block_BS[:, 0] = anchor_ids_B
-        residual_TH = F.embedding(block_BS.view(-1), self._weights.embed_VH)
+        residual_TH = embed(block_BS.view(-1), self._weights.embed_VH, self._ranks)
         rotation = self._rotary.at(positions_T.reshape(-1))
         eps, ops, layers = self.config.rms_norm_eps, self._ops, self._weights.layers
         normed_TH = ops.rms_norm(residual_TH, layers[0].input_norm_H, eps)
@@ -228,11 +235,11 @@ class BlockDrafter:
         normed_TH: Tensor,
     ) -> Tensor:
         """Attention of one layer over context and block, [T, H]."""
-        config, num_tokens = self.config, normed_TH.shape[0]
+        heads, num_tokens = self.heads, normed_TH.shape[0]
         fused_TND = layer.qkv(normed_TH).view(num_tokens, -1, self.head_dim)
         norms = (layer.q_norm_D, layer.k_norm_D)
         q_THD, k_THD, v_THD = self._ops.heads(
-            fused_TND, config.num_heads, config.num_kv_heads, norms, config.rms_norm_eps, rotation
+            fused_TND, heads.num_heads, heads.num_kv_heads, norms, self.config.rms_norm_eps, rotation
         )
         attention.write(index, k_THD, v_THD, plan)
         return layer.o(attention.attend(index, q_THD, plan).reshape(num_tokens, -1))

@@ -23,7 +23,7 @@ from workers.limits import EngineLimits
 from workers.prefill import PromptQueue
 from workers.request import RequestOutput, SubmitRequest
 from workers.reuse import PrefixReuse
-from workers.runner import ModelRunner
+from workers.runner import PromptRunner
 from workers.sequence import Sequence
 
 
@@ -35,7 +35,7 @@ class AggregatedEngine:
     num_quarantined = 0
 
     def __init__(
-        self, *, runner: ModelRunner, decode: DecodeLoop, ledger: KvLedger, limits: EngineLimits
+        self, *, runner: PromptRunner, decode: DecodeLoop, ledger: KvLedger, limits: EngineLimits
     ) -> None:
         self.ledger = ledger
         self.decode = decode

@@ -5,6 +5,7 @@ The only place that knows how the pieces fit; everything it makes is handed to o
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from drafter.dflash import BlockDrafter
 from drafter.errors import DrafterError
 from drafter.fingerprint import drafter_fingerprint
 from drafter.policy import BlockLengthPolicy
+from drafter.ranks import ALONE
 from kvmanager.budget import KvDemand, PagePlan, plan_from_memory, plan_from_pages
 from kvmanager.errors import BudgetInfeasible, LayoutRefused
 from kvmanager.families import ServingMode, require_form
@@ -29,7 +31,7 @@ from transceiver.port import TransferPort
 from transceiver.pump import nixl_port
 from transceiver.wire import Fingerprint, Pools, Region
 from workers.aggregated import AggregatedEngine
-from workers.backend import TORCH_ON_CPU, Backend, Loaded, make_backend
+from workers.backend import TORCH_ON_CPU, Backend, Computing, Loaded, make_backend
 from workers.backend import Pools as ComputedPools
 from workers.config import EveryRequestFits, FixedPages, MemoryFraction, WorkerConfig
 from workers.context import ContextEngine
@@ -38,6 +40,8 @@ from workers.device import compute_device
 from workers.engine import Engine
 from workers.errors import ModelMismatch
 from workers.generation import GenerationEngine
+from workers.group.lead import Lead, LeadingRunner, LeadingStep
+from workers.group.ranks import GroupRanks
 from workers.limits import EngineLimits
 from workers.memory import memory_of
 from workers.models.decoder import Decoder
@@ -45,8 +49,11 @@ from workers.models.errors import CheckpointError
 from workers.models.load import load_config, load_decoder
 from workers.pairs import ModelPair, PairError, resolve_pair
 from workers.request import WorkerFacts
+from workers.runner import PromptRunner
 from workers.sampler import Sampler
+from workers.step import DecodeStep
 from workers.storage import KvPool, KvStorage
+from workers.tables import LedgerTables, StepTables
 from workers.working import WorkingSet
 
 DTYPES = {
@@ -69,45 +76,67 @@ class Models:
     drafter: BlockDrafter | None
     drafter_fingerprint: str | None
     backend: Backend = TORCH_ON_CPU
+    ranks: GroupRanks | None = None
+    """This rank's end of its group; None on a worker of one rank."""
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """One worker's parts as its host needs them. `port` is None on an aggregated worker."""
+    """One worker's parts as its host needs them. `port` is None on an aggregated worker, `lead` on one of one rank."""
 
     engine: Engine
     facts: WorkerFacts
     port: TransferPort | None
+    lead: Lead | None = None
 
     def prepare(self) -> None:
         """Make the device ready for steps, where that takes time that a first request should not wait for."""
         if self.facts.role != "context":
             self.engine.decode.prepare()
 
+    def beat(self) -> None:
+        """Called between steps, however idle. Raises GroupBroken when a rank of the group is gone."""
+        if self.lead is not None:
+            self.lead.beat()
+
+    def failed(self) -> None:
+        """The engine failed: nothing of this worker goes on, on any rank."""
+        if self.lead is not None:
+            self.lead.abandon()
+
     def close(self) -> None:
+        if self.lead is not None:
+            self.lead.stop()
         if self.port is not None:
             self.port.close()
 
 
-def assemble(config: WorkerConfig, make_port: MakePort | None = None) -> Assembly:
+def assemble(
+    config: WorkerConfig, make_port: MakePort | None = None, ranks: GroupRanks | None = None
+) -> Assembly:
     """Load and build. Raises ModelMismatch for checkpoints that do not fit and for a budget that cannot start.
 
-    `make_port` replaces the NIXL transceiver, for tests over loopback.
+    `make_port` replaces the NIXL transceiver, for tests over loopback. `ranks`: of the group that this rank leads.
     """
-    return build(config, load_models(config), make_port)
+    return build(config, load_models(config, ranks), make_port)
 
 
-def load_models(config: WorkerConfig) -> Models:
-    """Load target and drafter in the configured dtype. Raises ModelMismatch with the file and field at fault."""
+def load_models(config: WorkerConfig, ranks: GroupRanks | None = None) -> Models:
+    """Load target and drafter in the configured dtype. Raises ModelMismatch with the file and field at fault.
+
+    Of a group, all ranks load together: a drafter that needs tensors of the target collects them from all.
+    """
     spec = config.pair
     name = spec.name if not spec.target else f"{spec.target}:{spec.drafter}".rstrip(":")
     try:
         pair = resolve_pair(name)
         drafts = config.drafting and pair.drafter_path is not None
         backend = _backend(config, pair, drafts)
-        decoder = load_decoder(pair.target_path, DTYPES[config.dtype], backend.device, backend.ops)
+        decoder = load_decoder(
+            pair.target_path, DTYPES[config.dtype], backend.device, backend.ops, ranks or ALONE
+        )
         if not drafts or pair.drafter_path is None:
-            return Models(pair, decoder, None, None, backend)
+            return Models(pair, decoder, None, None, backend, ranks)
         facts = TargetFacts(
             hidden_size=decoder.config.hidden_size,
             vocab_size=decoder.config.vocab_size,
@@ -116,11 +145,12 @@ def load_models(config: WorkerConfig) -> Models:
             lm_head_weight=decoder.lm_head_weight,
             lm_head=decoder.lm_head,
             fingerprint=decoder.fingerprint,
+            ranks=decoder.ranks,
         )
         drafter = load_drafter(pair.drafter_path, facts, backend.ops)
     except (PairError, CheckpointError, DrafterError) as error:
         raise ModelMismatch(str(error), field="pair") from error
-    return Models(pair, decoder, drafter, drafter_fingerprint(pair.drafter_path), backend)
+    return Models(pair, decoder, drafter, drafter_fingerprint(pair.drafter_path), backend, ranks)
 
 
 def _backend(config: WorkerConfig, pair: ModelPair, drafts: bool) -> Backend:
@@ -131,11 +161,38 @@ def _backend(config: WorkerConfig, pair: ModelPair, drafts: bool) -> Backend:
     return make_backend(compute_device(config.device), DTYPES[config.dtype], head_dims)
 
 
-def build(config: WorkerConfig, models: Models, make_port: MakePort | None = None) -> Assembly:
-    """Everything but loading: the same models may serve several assemblies in one process."""
+@dataclass(frozen=True)
+class Ground:
+    """What every rank of a worker has, whether it schedules or follows: its share of the pages, and the memory for it.
+
+    All ranks of a group have equally many pages.
+    """
+
+    demand: KvDemand
+    plan: PagePlan
+    memory: _Memory
+    working: WorkingSet
+
+    def compute(
+        self, config: WorkerConfig, models: Models, tables: StepTables, sampler: Sampler
+    ) -> Computing:
+        """Tie the models to the pools. Raises ModelMismatch for pools that cannot be read in their layout."""
+        try:
+            return models.backend.bind(
+                Loaded(models.decoder, models.drafter, tables, sampler),
+                ComputedPools(self.memory.target, self.memory.draft_pool, config.pool_layout),
+                self.working,
+                decodes=config.role != "context",
+            )
+        except LayoutRefused as error:
+            raise ModelMismatch(str(error), field="pool_layout") from error
+
+
+def lay_ground(config: WorkerConfig, models: Models) -> Ground:
+    """Raises ModelMismatch for a budget that cannot start."""
     decoder, drafter, backend = models.decoder, models.drafter, models.backend
     target_geometry = _geometry(
-        config, decoder.config.num_layers, decoder.config.num_kv_heads, decoder.config.head_dim
+        config, decoder.config.num_layers, decoder.heads.num_kv_heads, decoder.config.head_dim
     )
     draft_geometry = (
         _geometry(config, drafter.num_layers, drafter.num_kv_heads, drafter.head_dim)
@@ -161,9 +218,21 @@ def build(config: WorkerConfig, models: Models, make_port: MakePort | None = Non
         raise ModelMismatch(str(error), field="draft_kv") from error
     working = _working_set(config, models, demand)
     plan = _page_plan(config, demand, backend, working)
+    if models.ranks is not None:
+        num_target_pages, num_draft_pages = models.ranks.least([plan.num_target_pages, plan.num_draft_pages])
+        plan = plan_from_pages(demand, num_target_pages=num_target_pages, num_draft_pages=num_draft_pages)
+    return Ground(demand, plan, _memory(demand, plan, decoder.dtype, backend.device), working)
+
+
+def build(config: WorkerConfig, models: Models, make_port: MakePort | None = None) -> Assembly:
+    """Everything but loading: the same models may serve several assemblies in one process."""
+    decoder, drafter = models.decoder, models.drafter
+    ground = lay_ground(config, models)
+    demand, plan, memory = ground.demand, ground.plan, ground.memory
+    max_seq_len, lookahead = demand.limits.max_seq_len, demand.limits.lookahead
     ledger = KvLedger(
-        target=target_geometry,
-        draft=draft_geometry,
+        target=demand.target,
+        draft=demand.draft,
         num_target_pages=plan.num_target_pages,
         num_draft_pages=plan.num_draft_pages,
         max_batch=config.max_batch,
@@ -172,29 +241,24 @@ def build(config: WorkerConfig, models: Models, make_port: MakePort | None = Non
         draft_kv=config.draft_kv,
         prefix_cache=config.prefix_cache,
     )
-    memory = _memory(demand, plan, decoder.dtype, backend.device)
     sampler = Sampler()
-    try:
-        computing = backend.bind(
-            Loaded(decoder, drafter, ledger, sampler),
-            ComputedPools(memory.target, memory.draft_pool, config.pool_layout),
-            working,
-            decodes=config.role != "context",
-        )
-    except LayoutRefused as error:
-        raise ModelMismatch(str(error), field="pool_layout") from error
-    runner = computing.runner
+    computing = ground.compute(config, models, LedgerTables(ledger), sampler)
+    runner: PromptRunner = computing.runner
+    step: DecodeStep = computing.step
+    lead: Lead | None = None
+    if models.ranks is not None:
+        lead = Lead(models.ranks, time.monotonic)
+        runner = LeadingRunner(computing.runner, lead)
+        step = LeadingStep(step, computing.runner, lead)
     max_draft_tokens = drafter.max_draft_tokens if drafter is not None else 0
     decode = DecodeLoop(
-        step=computing.step,
+        step=step,
         sampler=sampler,
         ledger=ledger,
         policy=BlockLengthPolicy(
             max_draft_tokens,
             config.draft_tokens,
-            confident=drafter is not None
-            and drafter.config.confidence is not None
-            and computing.step.can_trim,
+            confident=drafter is not None and drafter.config.confidence is not None and step.can_trim,
         ),
         max_draft_tokens=max_draft_tokens,
     )
@@ -244,12 +308,12 @@ def build(config: WorkerConfig, models: Models, make_port: MakePort | None = Non
         eos_token_ids=tuple(decoder.config.eos_token_ids),
         dtype=config.dtype,
         page_size=config.page_size,
-        kv_bytes_per_token_target=target_geometry.bytes_per_token,
-        kv_bytes_per_token_draft=draft_geometry.bytes_per_token if draft_geometry is not None else 0,
+        kv_bytes_per_token_target=demand.target.bytes_per_token,
+        kv_bytes_per_token_draft=demand.draft.bytes_per_token if demand.draft is not None else 0,
         transport="none" if port is None else "nixl",
         hello=b"" if port is None else port.hello(),
     )
-    return Assembly(engine, facts, port)
+    return Assembly(engine, facts, port, lead)
 
 
 @dataclass(frozen=True)
@@ -284,8 +348,8 @@ def _working_set(config: WorkerConfig, models: Models, demand: KvDemand) -> Work
     return WorkingSet(
         target=demand.target,
         draft=demand.draft,
-        num_heads=target.num_heads,
-        draft_heads=drafter.config.num_heads if drafter is not None else 0,
+        num_heads=models.decoder.heads.num_heads,
+        draft_heads=drafter.heads.num_heads if drafter is not None else 0,
         hidden_size=max(model.hidden_size for model in both),
         intermediate_size=max(model.intermediate_size for model in both),
         vocab_size=target.vocab_size,

@@ -20,7 +20,6 @@ import torch
 from drafter.dflash import BlockDrafter
 from drafter.layers import TORCH_OPS, LayerOps
 from kvmanager.layout import PoolLayout
-from kvmanager.ledger import KvLedger
 from workers.attention.torch import TorchPagedAttention
 from workers.errors import ModelMismatch
 from workers.models.decoder import Decoder
@@ -28,6 +27,7 @@ from workers.runner import ModelRunner
 from workers.sampler import Sampler
 from workers.step import DecodeStep, EagerStep
 from workers.storage import KvPool
+from workers.tables import StepTables
 from workers.working import WorkingSet
 
 BackendName = Literal["torch", "flashinfer"]
@@ -53,7 +53,7 @@ class Pools:
 
 @dataclass(frozen=True, slots=True)
 class Computing:
-    """What an engine calls: prefill and plain forwards through `runner`, decode steps through `step`."""
+    """What computes: prefill and plain forwards through `runner`, decode steps through `step`."""
 
     runner: ModelRunner
     step: DecodeStep
@@ -65,7 +65,7 @@ class Loaded:
 
     decoder: Decoder
     drafter: BlockDrafter | None
-    ledger: KvLedger
+    tables: StepTables
     sampler: Sampler
 
 
@@ -105,7 +105,7 @@ class TorchBackend:
             target_attention=TorchPagedAttention(pools.target, pools.layout),
             drafter=loaded.drafter,
             draft_attention=None if pools.draft is None else TorchPagedAttention(pools.draft, pools.layout),
-            ledger=loaded.ledger,
+            tables=loaded.tables,
             device=self.device,
         )
         return Computing(runner, _eager(loaded, runner))
@@ -135,7 +135,7 @@ class FlashInferBackend:
             target_attention=target,
             drafter=loaded.drafter,
             draft_attention=draft,
-            ledger=loaded.ledger,
+            tables=loaded.tables,
             device=self.device,
         )
         if not decodes:
@@ -143,7 +143,7 @@ class FlashInferBackend:
         parts = StepParts(
             runner=runner,
             sampler=loaded.sampler,
-            ledger=loaded.ledger,
+            limits=loaded.tables.limits,
             decoder=loaded.decoder,
             target_attention=target,
             drafter=loaded.drafter,
@@ -172,7 +172,7 @@ def make_backend(device: torch.device, dtype: torch.dtype, head_dims: Iterable[i
 
 
 def _eager(loaded: Loaded, runner: ModelRunner) -> EagerStep:
-    return EagerStep(runner=runner, sampler=loaded.sampler, ledger=loaded.ledger, clock=time.perf_counter)
+    return EagerStep(runner=runner, sampler=loaded.sampler, clock=time.perf_counter)
 
 
 def _multiprocessors(device: torch.device) -> int:

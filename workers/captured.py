@@ -30,7 +30,7 @@ from drafter.choice import RuleRows, choose, choose_rows, rule_rows
 from drafter.dflash import BlockDrafter
 from drafter.proposal import DraftBlock
 from drafter.verify import accept
-from kvmanager.ledger import KvLedger
+from kvmanager.manager import BatchLimits
 from workers.attention.flashinfer import FixedPlan, FixedStore, FlashInferPagedAttention, schedule_memory
 from workers.buckets import fitting, powers_up_to
 from workers.models.decoder import Decoder
@@ -50,7 +50,7 @@ class StepParts:
 
     runner: ModelRunner
     sampler: Sampler
-    ledger: KvLedger
+    limits: BatchLimits
     decoder: Decoder
     target_attention: FlashInferPagedAttention
     drafter: BlockDrafter | None
@@ -114,7 +114,7 @@ class CapturedStep:
         config, dtype = parts.decoder.config, parts.decoder.dtype
         rows = parts.max_batch * (self._max_draft + 1)
         with torch.inference_mode(False):
-            self._steps = torch.arange(parts.ledger.limits.lookahead, device=self._device)
+            self._steps = torch.arange(parts.limits.lookahead, device=self._device)
             self._anchors_starts = torch.zeros((2, parts.max_batch), dtype=torch.int64, device=self._device)
             self._anchors_starts_host = torch.zeros((2, parts.max_batch), dtype=torch.int64).pin_memory()
             self._drafted = torch.zeros(
@@ -147,7 +147,7 @@ class CapturedStep:
         live, width = len(sequences), num_draft + 1
         batch, shape_width = fitting(live, self._batches), fitting(width, self._widths)
         drafting = sequences[0].drafting
-        starts = self._parts.ledger.lengths_of([s.request_id for s in sequences])
+        starts = self._parts.runner.lengths_of(sequences)
         verify = self._verify(batch, shape_width, drafting)
         draft = self._draft(batch, shape_width) if num_draft else None
         self._fill(sequences, starts)
@@ -264,7 +264,7 @@ class CapturedStep:
                 num_requests=batch,
                 width=drafter.block_size,
                 max_pages=self._max_pages(attention),
-                num_heads=drafter.config.num_heads,
+                num_heads=drafter.heads.num_heads,
                 causal=False,
                 schedule=self._schedules[0],
             )
@@ -295,7 +295,7 @@ class CapturedStep:
             num_requests=batch,
             width=width,
             max_pages=self._max_pages(attention),
-            num_heads=decoder.config.num_heads,
+            num_heads=decoder.heads.num_heads,
             causal=True,
             schedule=self._schedules[1],
         )
@@ -325,7 +325,7 @@ class CapturedStep:
         return self._logits[: rows * vocab_size].view(rows, vocab_size)
 
     def _max_pages(self, attention: FlashInferPagedAttention) -> int:
-        return attention.geometry.pages_for(self._parts.ledger.limits.max_positions)
+        return attention.geometry.pages_for(self._parts.limits.max_positions)
 
     def _capture(self, body: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
         """Run `body` a few times, so that kernels are compiled and workspaces exist, then capture it."""

@@ -52,7 +52,7 @@ from workers.request import (
     TokenLogprob,
 )
 from workers.reuse import PrefixReuse
-from workers.runner import ModelRunner
+from workers.runner import PromptRunner
 from workers.sequence import Sequence
 
 
@@ -81,7 +81,7 @@ class ContextEngine:
     def __init__(
         self,
         *,
-        runner: ModelRunner,
+        runner: PromptRunner,
         decode: DecodeLoop,
         ledger: KvLedger,
         limits: EngineLimits,

@@ -46,7 +46,7 @@ from workers.limits import EngineLimits
 from workers.prefill import PromptQueue
 from workers.request import Admitted, ComputedHere, RequestOutput, Reservation, ReserveRequest
 from workers.reuse import PrefixReuse
-from workers.runner import ModelRunner
+from workers.runner import PromptRunner
 from workers.sequence import Sequence
 
 
@@ -67,7 +67,7 @@ class GenerationEngine:
     def __init__(
         self,
         *,
-        runner: ModelRunner,
+        runner: PromptRunner,
         decode: DecodeLoop,
         ledger: KvLedger,
         limits: EngineLimits,

@@ -32,6 +32,7 @@ from workers.engine import Computed, ContextDone, Emitted, Engine, EngineEvent, 
 from workers.errors import EngineFailed, HandshakeFailed, PeerUnknown, WorkerRefused, WorkerStopping
 from workers.faults import Fault
 from workers.generation import GenerationEngine
+from workers.group.ranks import GroupRanks
 from workers.request import (
     Admitted,
     Held,
@@ -78,10 +79,13 @@ class EngineHost:
             assembly.port.wake_on_event(self._wake)
 
     @classmethod
-    def load(cls, config: WorkerConfig) -> EngineHost:
-        """Load the models and build the engine. Slow; raises ModelMismatch for checkpoints that do not fit."""
+    def load(cls, config: WorkerConfig, ranks: GroupRanks | None = None) -> EngineHost:
+        """Load the models and build the engine. Slow; raises ModelMismatch for checkpoints that do not fit.
+
+        `ranks`: of the group that this process leads.
+        """
         torch.set_num_threads(config.num_threads)
-        assembly = assemble(config)
+        assembly = assemble(config, ranks=ranks)
         assembly.prepare()
         return cls(assembly, config.num_threads)
 
@@ -300,10 +304,12 @@ class EngineHost:
                 self._awaited_pages = self._engine.awaits_pages
                 began_s = self._last_turn_s = time.monotonic()
                 try:
+                    self._assembly.beat()
                     events = self._engine.step(began_s)
                 except Exception as error:
                     _log.exception("the engine failed")
                     self._failure = f"{type(error).__name__}: {error}"
+                    self._assembly.failed()
                     events = self._engine.fail_all(self._failure)
                     self._stopping.set()
                 self._dispatch(events, began_s)

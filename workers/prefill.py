@@ -18,7 +18,7 @@ from workers.decode import DecodeLoop
 from workers.engine import Computed, Emitted, EngineCounters, EngineEvent
 from workers.limits import EngineLimits
 from workers.reuse import PrefixReuse
-from workers.runner import ModelRunner
+from workers.runner import PromptRunner
 from workers.sequence import Sequence
 
 
@@ -28,7 +28,7 @@ class PromptQueue:
     def __init__(
         self,
         *,
-        runner: ModelRunner,
+        runner: PromptRunner,
         decode: DecodeLoop,
         ledger: KvLedger,
         limits: EngineLimits,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,12 +22,24 @@ from torch import Tensor
 from drafter.attention import AttentionPlan, PagedAttention
 from drafter.dflash import BlockDrafter
 from drafter.proposal import DraftChoice, Proposal
-from kvmanager.ledger import KvLedger
 from kvmanager.slots import PageTable
 from workers.device import upload
 from workers.faults import Fault
 from workers.models.decoder import Decoder
 from workers.sequence import Sequence
+from workers.tables import StepTables
+
+
+class PromptRunner(Protocol):
+    """What an engine asks for prompts. `fault` is set on this runner by `Engine.inject` alone."""
+
+    fault: Fault
+
+    def prefill_chunk(self, sequence: Sequence, start: int, end: int) -> Tensor | None:
+        """See `ModelRunner.prefill_chunk`."""
+
+    def written(self) -> Callable[[], bool] | None:
+        """See `ModelRunner.written`."""
 
 
 class ModelRunner:
@@ -39,16 +52,16 @@ class ModelRunner:
         target_attention: PagedAttention,
         drafter: BlockDrafter | None,
         draft_attention: PagedAttention | None,
-        ledger: KvLedger,
+        tables: StepTables,
         device: torch.device,
     ) -> None:
-        if (drafter is None) != (draft_attention is None) or (drafter is None) != (ledger.draft is None):
-            raise ValueError("a drafter, its attention and its draft ledger come together or not at all")
+        if (drafter is None) != (draft_attention is None) or (drafter is None) == tables.has_draft:
+            raise ValueError("a drafter, its attention and its draft tables come together or not at all")
         self._decoder = decoder
         self._target_attention = target_attention
         self._drafter = drafter
         self._draft_attention = draft_attention
-        self._ledger = ledger
+        self._tables = tables
         self.device = device
         self.fault = Fault.NONE
 
@@ -61,13 +74,19 @@ class ModelRunner:
 
         The caller commits the KV length `end` afterwards.
         """
-        tokens_T = self._tokens(sequence.prompt_token_ids[start:end])
-        positions_T = torch.arange(start, end, device=self.device)
-        hidden_TH = self._forward([sequence], tokens_T, positions_T, [end - start], [end])
+        last = end == sequence.num_prompt_tokens
+        logits_1V = self.compute_chunk(sequence, sequence.prompt_token_ids[start:end], start, last=last)
         sequence.prompt_tokens_computed += end - start
-        if end < sequence.num_prompt_tokens:
-            return None
-        return self._decoder.logits(hidden_TH[-1:])
+        return logits_1V
+
+    def compute_chunk(
+        self, sequence: Sequence, token_ids: Items[int], start: int, *, last: bool
+    ) -> Tensor | None:
+        """Compute prompt positions from `start` on. Returns the logits [1, V] behind the `last` chunk."""
+        end = start + len(token_ids)
+        positions_T = torch.arange(start, end, device=self.device)
+        hidden_TH = self._forward([sequence], self._tokens(token_ids), positions_T, [end - start], [end])
+        return self._decoder.logits(hidden_TH[-1:]) if last else None
 
     def written(self) -> Callable[[], bool] | None:
         """Tells, from any thread, whether the device has finished all forwards launched so far.
@@ -86,7 +105,7 @@ class ModelRunner:
         if drafter is None or attention is None:
             raise ValueError("this worker has no drafter")
         block = drafter.block_size
-        starts = self._ledger.lengths_of([s.request_id for s in sequences])
+        starts = self.lengths_of(sequences)
         plan = self._draft_plan(sequences, [block] * len(sequences), [start + block for start in starts])
         anchors_B = self._tokens([s.last_token for s in sequences])
         return drafter.propose(anchors_B, self._spans(starts, block), num_draft, attention, plan, choice)
@@ -99,7 +118,7 @@ class ModelRunner:
 
     def verify_some(self, sequences: Items[Sequence], drafts_BK: Tensor, counts: list[int]) -> Tensor:
         """Target logits [N, V] behind each request's newest token and its first counts[b] drafts, in that order."""
-        starts = self._ledger.lengths_of([s.request_id for s in sequences])
+        starts = self.lengths_of(sequences)
         widths = [count + 1 for count in counts]
         anchors_B1 = self._tokens([s.last_token for s in sequences]).unsqueeze(1)
         tokens_BW = torch.cat([anchors_B1, drafts_BK], dim=1)
@@ -133,22 +152,18 @@ class ModelRunner:
             drafter.append_context(output.taps_TX, positions_T, attention, draft_plan)
         return output.hidden_TH
 
+    def lengths_of(self, sequences: Items[Sequence]) -> list[int]:
+        """Each request's committed positions."""
+        return self._tables.lengths_of([s.request_id for s in sequences])
+
     def draft_rows(self, sequences: Items[Sequence]) -> PageTable:
         """Each request's row of the drafter's page table, [B, max_pages], copied."""
-        draft = self._ledger.draft
-        if draft is None:
-            raise ValueError("this worker has no drafter")
-        slots = draft.slots_of([s.request_id for s in sequences])
-        if self.fault is Fault.DUMMY_SLOT:
-            slots = [self._ledger.dummy_slot] * len(sequences)
-        return draft.page_table[slots]
+        ids = [s.request_id for s in sequences]
+        return self._tables.draft_rows(ids, dummy=self.fault is Fault.DUMMY_SLOT)
 
     def target_rows(self, sequences: Items[Sequence]) -> PageTable:
-        """Each request's row of the target's page table, [B, max_pages], copied: the ledger rewrites the table
-        between steps.
-        """
-        slots = self._ledger.slots_of([s.request_id for s in sequences])
-        return self._ledger.target.page_table[slots]
+        """Each request's row of the target's page table, [B, max_pages], copied."""
+        return self._tables.target_rows([s.request_id for s in sequences])
 
     def _draft_plan(self, sequences: Items[Sequence], q_lens: list[int], kv_lens: list[int]) -> AttentionPlan:
         if self._draft_attention is None:

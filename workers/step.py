@@ -16,7 +16,6 @@ from torch import Tensor
 
 from drafter.proposal import Proposal
 from drafter.verify import accept
-from kvmanager.ledger import KvLedger
 from workers.runner import ModelRunner
 from workers.sampler import Sampler
 from workers.sequence import Sequence
@@ -64,12 +63,9 @@ class DecodeStep(Protocol):
 class EagerStep:
     """Draft and verify through the runner. `clock` returns seconds."""
 
-    def __init__(
-        self, *, runner: ModelRunner, sampler: Sampler, ledger: KvLedger, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, *, runner: ModelRunner, sampler: Sampler, clock: Callable[[], float]) -> None:
         self._runner = runner
         self._sampler = sampler
-        self._ledger = ledger
         self._clock = clock
 
     def prepare(self, num_drafts: Iterable[int]) -> None:
@@ -81,7 +77,7 @@ class EagerStep:
 
     def run(self, sequences: Items[Sequence], num_draft: int, trim: Trim | None = None) -> StepOutcome:
         """See `DecodeStep.run`."""
-        starts = self._ledger.lengths_of([s.request_id for s in sequences])
+        starts = self._runner.lengths_of(sequences)
         began_s = self._clock()
         proposal = self._draft(sequences, starts, num_draft)
         drafts_BK, verified = proposal.tokens_BK, None

@@ -11,11 +11,13 @@ import torch
 from drafter.checkpoint import TargetFacts, load_drafter, save_drafter, tensor_shapes
 from drafter.config import DrafterConfig
 from drafter.fingerprint import drafter_fingerprint
+from drafter.ranks import ALONE
 from tests.device import DEVICE
 from tests.drafter.conftest import NETWORK
 from tests.workers.tiny_checkpoints import config_of, random_tensors, write_directory
 from workers.assembly import Models
 from workers.backend import TorchBackend
+from workers.group.ranks import GroupRanks
 from workers.models.load import load_decoder
 from workers.pairs import ModelPair
 
@@ -25,25 +27,34 @@ VOCAB = 11  # so few that drafts of a random drafter are accepted now and then
 def load_random_pair(
     directory: Path, drafting: Mapping[str, Any] | None = None, **target_fields: Any
 ) -> Models:
-    """Write both checkpoints and load them as `workers.assembly.load_models` would.
+    """Write both checkpoints, arguments as below, and load them as `workers.assembly.load_models` would."""
+    return load_pair(write_random_pair(directory, drafting, **target_fields))
+
+
+def write_random_pair(
+    directory: Path, drafting: Mapping[str, Any] | None = None, family: str = "llama", **target_fields: Any
+) -> ModelPair:
+    """Write both checkpoints.
+
 
     `drafting` changes fields of the drafter's config.json, which is a DFlash drafter's otherwise; `target_fields` those
     of the target's.
     """
     config = config_of(
-        "llama",
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=VOCAB,
-        max_position_embeddings=512,
-        eos_token_id=2,
-        **target_fields,
+        family,
+        **{
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "vocab_size": VOCAB,
+            "max_position_embeddings": 512,
+            "eos_token_id": 2,
+            **target_fields,
+        },
     )
     target = write_directory(directory / "target", config, random_tensors(config, seed=1))
-    decoder = load_decoder(target, torch.float64, DEVICE)
     draft_config = {**_draft_config(), **(drafting or {})}
     parsed = DrafterConfig.from_dict(draft_config)
     shapes = tensor_shapes(parsed)
@@ -55,19 +66,30 @@ def load_random_pair(
         name: torch.randn(shape, generator=generator, dtype=torch.float64) * 0.3 + (len(shape) == 1)
         for name, shape in shapes.items()
     }
+    if draft_config.get("draft_vocab_size", VOCAB) < VOCAB:
+        tensors["d2t"] = torch.tensor([0, *[1] * (draft_config["draft_vocab_size"] - 1)])  # it lacks token 1
     drafter_path = directory / "drafter"
     save_drafter(drafter_path, draft_config, tensors)
+    return ModelPair("random", target, drafter_path)
+
+
+def load_pair(pair: ModelPair, ranks: GroupRanks | None = None) -> Models:
+    """Load both checkpoints in float64, as one rank of several if `ranks` says so."""
+    decoder = load_decoder(pair.target_path, torch.float64, DEVICE, ranks=ranks or ALONE)
     facts = TargetFacts(
         hidden_size=decoder.config.hidden_size,
         vocab_size=decoder.config.vocab_size,
         num_layers=decoder.config.num_layers,
         embed_weight=decoder.embed_weight,
         lm_head_weight=decoder.lm_head_weight,
+        lm_head=decoder.lm_head,
         fingerprint=decoder.fingerprint,
+        ranks=decoder.ranks,
     )
-    pair = ModelPair("random", target, drafter_path)
-    drafter = load_drafter(drafter_path, facts)
-    return Models(pair, decoder, drafter, drafter_fingerprint(drafter_path), TorchBackend(DEVICE))
+    assert pair.drafter_path is not None
+    drafter = load_drafter(pair.drafter_path, facts)
+    fingerprint = drafter_fingerprint(pair.drafter_path)
+    return Models(pair, decoder, drafter, fingerprint, TorchBackend(DEVICE), ranks)
 
 
 def dspark(kind: str, **more: Any) -> dict[str, Any]:

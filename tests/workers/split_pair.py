@@ -20,7 +20,7 @@ from workers.aggregated import AggregatedEngine
 from workers.assembly import Assembly, Models, build
 from workers.config import FixedPages, KvBudget, PairSpec, WorkerConfig
 from workers.context import ContextEngine
-from workers.engine import Computed, ContextDone, Emitted, EngineEvent, Granted, Refused
+from workers.engine import Computed, ContextDone, Emitted, Engine, EngineEvent, Granted, Refused
 from workers.errors import WorkerRefused
 from workers.generation import GenerationEngine
 from workers.request import (
@@ -76,7 +76,11 @@ def run_aggregated(
 ) -> list[Outcome]:
     """Golden answers: all prompts through one aggregated engine, batched; its ledgers are checked and left empty."""
     assembly = build(config("aggregated", **options), models)  # type: ignore[arg-type]
-    engine = assembly.engine
+    return answers(assembly.engine, prompts, sampling)
+
+
+def answers(engine: Engine, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Outcome]:
+    """All prompts through this aggregated engine, batched."""
     assert isinstance(engine, AggregatedEngine)
     outcomes = {RequestId(str(index)): Outcome() for index in range(len(prompts))}
     for request_id, prompt in zip(outcomes, prompts, strict=True):

@@ -99,8 +99,8 @@ def test_captured_steps_score_as_eager_ones(
     while len(engine._decoding) < live:  # type: ignore[attr-defined]
         engine.step(0.0)
     sequences = engine._decoding  # type: ignore[attr-defined]
-    runner, ledger = engine._runner, engine.ledger  # type: ignore[attr-defined]
-    eager = EagerStep(runner=runner, sampler=engine.decode._sampler, ledger=ledger, clock=lambda: 0.0)
+    runner = engine._runner  # type: ignore[attr-defined]
+    eager = EagerStep(runner=runner, sampler=engine.decode._sampler, clock=lambda: 0.0)
     captured = engine.decode._step
     assert type(captured).__name__ == "CapturedStep"
     expected = eager.run(sequences, num_draft)

@@ -6,7 +6,8 @@ biases and norms exist. Projections that read the same input are fused (q|k|v an
 step is bound by the number of passes over memory and of calls, not by arithmetic.
 
 Shapes: T tokens of the step, H hidden size, N query or kv heads, D head_dim, I intermediate size, V
-vocabulary.
+vocabulary. On a rank of several, heads, I and V are its share in weights (`drafter.ranks`); what goes in and comes
+out is whole.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from drafter.attention import AttentionPlan, PagedAttention
 from drafter.layers import TORCH_OPS, LayerOps, RotaryTable, Rotation
 from drafter.linear import Linear
+from drafter.ranks import ALONE, Ranks, embed, share_of_heads
 from workers.models.config import ModelConfig
 
 
@@ -61,9 +62,17 @@ class Decoder:
     """A loaded target. Weights never change; calls are pure but for the pages that `attention` writes."""
 
     def __init__(
-        self, config: ModelConfig, weights: DecoderWeights, fingerprint: str, ops: LayerOps = TORCH_OPS
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        fingerprint: str,
+        ops: LayerOps = TORCH_OPS,
+        ranks: Ranks = ALONE,
     ) -> None:
+        """`config` counts what the whole model has, `heads` what this rank has of it."""
         self.config = config
+        self.ranks = ranks
+        self.heads = share_of_heads(config.num_heads, config.num_kv_heads, ranks)
         self._ops = ops
         self.fingerprint = fingerprint
         self.embed_weight = weights.embed
@@ -75,7 +84,9 @@ class Decoder:
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """The head's weight, [V, H]. When it is not the embedding itself this may copy; prefer `lm_head`."""
+        """The head's weight, this rank's share of [V, H]. When it is not the embedding itself this may copy; prefer
+        `lm_head`.
+        """
         return self.embed_weight if self._tied else self.lm_head.dense_weight()
 
     @property
@@ -105,7 +116,7 @@ class Decoder:
                 raise ValueError(f"tap layer {tap} is outside -1 .. {self.config.num_layers - 1}")
         eps, ops = self.config.rms_norm_eps, self._ops
         rotation = self._rotary.at(positions_T)
-        residual = F.embedding(token_ids_T, self.embed_weight)
+        residual = embed(token_ids_T, self.embed_weight, self.ranks)
         normed = ops.rms_norm(residual, self._layers[0].input_norm, eps)
         norms_after = [*(layer.input_norm for layer in self._layers[1:]), self._final_norm]
         tapped: dict[int, Tensor] = {-1: residual}
@@ -127,7 +138,7 @@ class Decoder:
         self, index: int, x_TH: Tensor, rotation: Rotation, attention: PagedAttention, plan: AttentionPlan
     ) -> Tensor:
         config, layer = self.config, self._layers[index]
-        q_heads, kv_heads = config.num_heads, config.num_kv_heads
+        q_heads, kv_heads = self.heads.num_heads, self.heads.num_kv_heads
         fused = layer.qkv(x_TH).view(-1, q_heads + 2 * kv_heads, config.head_dim)
         norms = None
         if layer.q_norm is not None and layer.k_norm is not None:

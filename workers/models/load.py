@@ -6,6 +6,7 @@ the fused tensors are allocated and filled in parallel.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,6 +15,16 @@ from torch import Tensor
 
 from drafter.layers import TORCH_OPS, LayerOps
 from drafter.linear import Linear
+from drafter.ranks import (
+    ALONE,
+    WHOLE,
+    Ranks,
+    share_of,
+    share_of_heads,
+    summed,
+    vocabulary_head,
+    vocabulary_share,
+)
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder, DecoderWeights, LayerWeights
 from workers.models.errors import CheckpointError
@@ -25,19 +36,23 @@ _THREADS = 2  # expanding quantized weights spends half its time outside the int
 
 
 def load_decoder(
-    path: Path, dtype: torch.dtype, device: torch.device | str = "cpu", ops: LayerOps = TORCH_OPS
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    ops: LayerOps = TORCH_OPS,
+    ranks: Ranks = ALONE,
 ) -> Decoder:
     """Load a target in `dtype` (float32, float64, bfloat16 or float16) on `device`.
 
-    `ops`: how that device computes what lies between matrix products.
+    `ops`: how that device computes what lies between matrix products. `ranks`: among whom the target is divided.
 
-    Raises CheckpointError, which names the file and the tensor or field, for anything that is missing,
-    misshapen or not supported.
+    Raises UnevenShares, and for anything that is missing, misshapen or not supported CheckpointError, which names the
+    file and the tensor or field.
     """
     source = _open(Path(path))
     shapes = check_tensors(source)
-    weights = _Assembly(source, shapes, dtype, torch.device(device)).weights()
-    return Decoder(source.config, weights, source.fingerprint(), ops)
+    weights = _Assembly(source, shapes, dtype, torch.device(device), ranks).weights()
+    return Decoder(source.config, weights, source.fingerprint(), ops, ranks)
 
 
 def load_config(path: Path) -> ModelConfig:
@@ -60,11 +75,17 @@ class _Assembly:
         shapes: dict[str, tuple[int, ...]],
         dtype: torch.dtype,
         device: torch.device,
+        ranks: Ranks,
     ) -> None:
         self._source = source
         self._shapes = shapes
         self._dtype = dtype
         self._device = device
+        self._ranks = ranks
+        config = source.config
+        heads = share_of_heads(config.num_heads, config.num_kv_heads, ranks)
+        self._q, self._kv = heads.q_rows(config.head_dim), heads.kv_rows(config.head_dim)
+        self._inner = share_of("intermediate_size", config.intermediate_size, ranks)
 
     def weights(self) -> DecoderWeights:
         config = self._source.config
@@ -75,42 +96,58 @@ class _Assembly:
         return DecoderWeights(
             embed=embed,
             layers=layers,
-            final_norm=self._tensor("norm.weight"),
+            final_norm=self._tensor({"norm.weight": WHOLE}),
             lm_head=lm_head,
             tied=config.tie_word_embeddings,
         )
 
     def _embed_and_head(self) -> tuple[Tensor, Linear]:
-        embed = self._tensor("embed_tokens.weight")
-        tied = self._source.config.tie_word_embeddings
-        return embed, Linear(embed if tied else self._tensor("lm_head.weight"))
+        def share(name: str) -> Tensor:
+            return vocabulary_share(self._tensor({name: WHOLE}), self._ranks)
+
+        config, embed = self._source.config, share("embed_tokens.weight")
+        head = embed if config.tie_word_embeddings else share("lm_head.weight")
+        return embed, vocabulary_head(head, config.vocab_size, self._ranks)
 
     def _layer(self, index: int) -> LayerWeights:
         config, prefix = self._source.config, f"layers.{index}."
 
-        def linear(*parts: str, bias: bool) -> Linear:
-            names = [prefix + part for part in parts]
-            weight = self._tensor(*(f"{name}.weight" for name in names))
-            return Linear(weight, self._tensor(*(f"{name}.bias" for name in names)) if bias else None)
+        def tensor(kind: str, parts: Mapping[str, slice], columns: slice = WHOLE) -> Tensor:
+            return self._tensor({f"{prefix}{part}.{kind}": rows for part, rows in parts.items()}, columns)
+
+        def divided(parts: Mapping[str, slice], *, bias: bool) -> Linear:
+            return Linear(tensor("weight", parts), tensor("bias", parts) if bias else None)
+
+        def merging(part: str, columns: slice, *, bias: bool) -> Linear:
+            whole = {part: WHOLE}
+            return summed(
+                tensor("weight", whole, columns), tensor("bias", whole) if bias else None, self._ranks
+            )
 
         def norm(name: str) -> Tensor:
-            return self._tensor(f"{prefix}{name}.weight")
+            return tensor("weight", {name: WHOLE})
+
+        qkv = {"self_attn.q_proj": self._q, "self_attn.k_proj": self._kv, "self_attn.v_proj": self._kv}
+        gate_up = {"mlp.gate_proj": self._inner, "mlp.up_proj": self._inner}
 
         return LayerWeights(
             input_norm=norm("input_layernorm"),
-            qkv=linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias=config.qkv_bias),
+            qkv=divided(qkv, bias=config.qkv_bias),
             q_norm=norm("self_attn.q_norm") if config.qk_norm else None,
             k_norm=norm("self_attn.k_norm") if config.qk_norm else None,
-            output=linear("self_attn.o_proj", bias=config.output_bias),
+            output=merging("self_attn.o_proj", self._q, bias=config.output_bias),
             post_attention_norm=norm("post_attention_layernorm"),
-            gate_up=linear("mlp.gate_proj", "mlp.up_proj", bias=config.mlp_bias),
-            down=linear("mlp.down_proj", bias=config.mlp_bias),
+            gate_up=divided(gate_up, bias=config.mlp_bias),
+            down=merging("mlp.down_proj", self._inner, bias=config.mlp_bias),
         )
 
-    def _tensor(self, *names: str) -> Tensor:
-        """The named tensors stacked along their first dimension, in the model's dtype on its device."""
-        rows = [self._shapes[name][0] for name in names]
-        tensor = torch.empty((sum(rows), *self._shapes[names[0]][1:]), dtype=self._dtype, device=self._device)
-        for part, name in zip(torch.split(tensor, rows), names, strict=True):
-            part.copy_(self._source.read(name))
+    def _tensor(self, parts: Mapping[str, slice], columns: slice = WHOLE) -> Tensor:
+        """Those rows of the named tensors stacked, in the model's dtype on its device. `columns`: of matrices."""
+        shapes = [self._shapes[name] for name in parts]
+        rows = [len(range(shape[0])[cut]) for shape, cut in zip(shapes, parts.values(), strict=True)]
+        width = [len(range(size)[columns]) for size in shapes[0][1:]]
+        tensor = torch.empty((sum(rows), *width), dtype=self._dtype, device=self._device)
+        for place, (name, cut) in zip(torch.split(tensor, rows), parts.items(), strict=True):
+            found = self._source.read(name)[cut]
+            place.copy_(found[:, columns] if found.ndim > 1 else found)
         return tensor

@@ -1,0 +1,66 @@
+"""A worker's group in one process: a thread per following rank, joined by the gloo that joins processes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from workers.assembly import Assembly, Models, build
+from workers.config import WorkerConfig
+from workers.group.follow import Follower
+from workers.group.rank import build_follower
+from workers.group.ranks import GroupRanks, Seat
+
+TIMEOUT_S = 60.0  # of a loaded machine
+
+LoadRank = Callable[[GroupRanks], Models]
+
+
+@contextmanager
+def group(
+    size: int,
+    load: LoadRank,
+    config: WorkerConfig,
+    *,
+    change: Callable[[int, Follower], None] = lambda rank, follower: None,
+    errors: list[BaseException] | None = None,
+) -> Iterator[Assembly]:
+    """The first rank's assembly; the others follow until the end.
+
+    `change` is shown each of them before. `errors` gets what ended them; without it nothing may.
+    """
+    store = dist.HashStore()
+    ended: list[BaseException] = []
+
+    def ranks(rank: int) -> GroupRanks:
+        return GroupRanks(Seat(rank=rank, size=size, timeout_s=TIMEOUT_S), store)
+
+    def follow(rank: int) -> None:
+        end = ranks(rank)
+        try:
+            follower = build_follower(config, load(end))
+            change(rank, follower)
+            follower.run()
+        except BaseException as error:
+            ended.append(error)
+            end.close()
+
+    threads = [threading.Thread(target=follow, args=(rank,), daemon=True) for rank in range(1, size)]
+    for thread in threads:
+        thread.start()
+    first = ranks(0)
+    try:
+        assembly = build(config, load(first))
+        yield assembly
+        assembly.close()
+    finally:
+        first.close()
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+    if errors is None:
+        assert not ended, ended
+    else:
+        errors += ended

@@ -1,0 +1,62 @@
+"""A worker of several ranks answers as one of one rank does: tokens, steps, and what each draft position accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.workers.group_of_threads import group
+from tests.workers.random_pair import VOCAB, dflash2, dspark, load_pair, write_random_pair
+from tests.workers.split_pair import Outcome, answers, config, run_aggregated
+from workers.request import SamplingParams
+
+GREEDY = SamplingParams(max_tokens=14, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=14, ignore_eos=True, temperature=0.8, top_p=0.95, seed=3, logprobs=2)
+PROMPTS = [[(seed * 5 + i * i * seed + i) % VOCAB for i in range(9 + 4 * seed)] for seed in (1, 2, 3)]
+SMALL: dict[str, Any] = {"dtype": "float64", "page_size": 4, "chunk": 8}
+HEADS = {"num_attention_heads": 4, "head_dim": 8}
+
+
+def account(outcomes: list[Outcome]) -> list[tuple[list[int], int, tuple[int, ...]]]:
+    return [
+        (each.tokens, each.stats.decode_steps, each.stats.accepted_by_position)
+        for each in outcomes
+        if each.stats is not None
+    ]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """As workers compute; ranks that are threads of one process would wait for each other's otherwise."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("family", "kv_heads", "drafting", "size"),
+    [
+        ("llama", 2, {}, 2),
+        ("llama", 2, dflash2(), 4),
+        ("qwen3", 4, dspark("rnn"), 4),
+        ("qwen2", 1, dspark("vanilla", draft_vocab_size=7), 2),
+    ],
+)
+def test_a_group_answers_as_one_rank_does(
+    tmp_path: Path, family: str, kv_heads: int, drafting: dict[str, Any], size: int
+) -> None:
+    heads = HEADS | {"num_key_value_heads": kv_heads}
+    pair = write_random_pair(tmp_path, drafting | heads, family, **heads)
+    alone = load_pair(pair)
+    golden = [run_aggregated(alone, PROMPTS, sampling, **SMALL) for sampling in (GREEDY, SAMPLED)]
+    with group(size, lambda ranks: load_pair(pair, ranks), config("aggregated", **SMALL)) as assembly:
+        found = [answers(assembly.engine, PROMPTS, sampling) for sampling in (GREEDY, SAMPLED)]
+        assert assembly.engine.ledger.target.geometry.num_kv_heads == max(kv_heads // size, 1)
+    assert [account(each) for each in found] == [account(each) for each in golden]
+    accepted = [position for each in account(found[1]) for position in each[2]]
+    assert sum(accepted) > 0

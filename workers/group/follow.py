@@ -1,0 +1,144 @@
+"""A rank that follows: it hears of a step, votes, computes its share, and keeps nothing of it but pages.
+
+    hear ──▶ look at the step ──▶ vote ──▶ forward passes ──▶ hear ...        until told to stop, or broken
+
+Whatever fails here closes the group, and with it the worker: a rank has no way on by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from kvmanager.ids import RequestId
+from kvmanager.manager import BatchLimits
+from kvmanager.slots import PageTable
+from workers.group.lead import digest
+from workers.group.plan import Beat, Chunk, Decode, Row, Step, Stop, decode, unpack_rows
+from workers.group.ranks import GroupRanks
+from workers.runner import ModelRunner
+from workers.sequence import Sequence
+from workers.step import DecodeStep
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """Of one pool's page tables: pages of a row, and of the pool."""
+
+    row_pages: int
+    pool_pages: int
+
+
+class HeardTables:
+    """Implements `StepTables` from what the present step brought. `draft` is None without a drafter."""
+
+    def __init__(self, limits: BatchLimits, target: PoolSize, draft: PoolSize | None) -> None:
+        self.limits = limits
+        self._target, self._draft = target, draft
+        self._place: dict[RequestId, int] = {}
+        self._lengths: list[int] = []
+        self._target_rows: PageTable = unpack_rows([], target.row_pages, target.pool_pages)
+        self._draft_rows: PageTable | None = None
+
+    @property
+    def has_draft(self) -> bool:
+        return self._draft is not None
+
+    def show(self, rows: Items[Row]) -> None:
+        """The requests of the coming step. Raises ValueError for rows that no pool has."""
+        self._place = {row.request_id: place for place, row in enumerate(rows)}
+        self._lengths = [row.length for row in rows]
+        target, draft = self._target, self._draft
+        self._target_rows = unpack_rows(
+            [row.target_pages for row in rows], target.row_pages, target.pool_pages
+        )
+        if draft is not None:
+            self._draft_rows = unpack_rows(
+                [row.draft_pages for row in rows], draft.row_pages, draft.pool_pages
+            )
+
+    def lengths_of(self, requests: Items[RequestId]) -> list[int]:
+        return [self._lengths[self._place[request]] for request in requests]
+
+    def target_rows(self, requests: Items[RequestId]) -> PageTable:
+        return self._target_rows[[self._place[request] for request in requests]]
+
+    def draft_rows(self, requests: Items[RequestId], *, dummy: bool = False) -> PageTable:
+        if self._draft_rows is None:
+            raise ValueError("this worker has no drafter")
+        return self._draft_rows[[self._place[request] for request in requests]]
+
+
+class Follower:
+    """Runs the steps of one rank that does not schedule. `run` takes its thread until the group ends."""
+
+    def __init__(
+        self, *, ranks: GroupRanks, runner: ModelRunner, step: DecodeStep, tables: HeardTables
+    ) -> None:
+        self._ranks = ranks
+        self._runner = runner
+        self._step = step
+        self._tables = tables
+        ranks.started()
+
+    def run(self) -> None:
+        """Returns once the first rank says so. Raises GroupBroken, or what failed here."""
+        try:
+            with torch.inference_mode():
+                while self._follow():
+                    pass
+        finally:
+            self._ranks.close()
+
+    def _follow(self) -> bool:
+        step = self._heard()
+        if isinstance(step, Stop):
+            return False
+        self._ranks.vote()
+        match step:
+            case Beat():
+                pass
+            case Chunk(row, token_ids, last):
+                self._runner.compute_chunk(_sequence(row), token_ids, row.length, last=last)
+            case Decode(rows, anchors, num_draft):
+                sequences = [_sequence(row, anchor) for row, anchor in zip(rows, anchors, strict=True)]
+                self._ranks.remember(digest(self._step.run(sequences, num_draft)))
+        return True
+
+    def _heard(self) -> Step:
+        """The next step with its tables shown. One that makes no sense here is voted down, which breaks the group."""
+        message = self._ranks.hear()
+        try:
+            step = decode(message)
+            match step:
+                case Chunk(row):
+                    self._tables.show([row])
+                case Decode(rows):
+                    self._tables.show(rows)
+                case _:
+                    pass
+        except (msgspec.DecodeError, ValueError):
+            _log.exception("a step that this rank cannot follow")
+            self._ranks.vote(ready=False)
+            raise
+        return step
+
+
+def _sequence(row: Row, *newest: int) -> Sequence:
+    """As much of a request as the forward passes look at."""
+    return Sequence(
+        request_id=row.request_id,
+        num_prompt_tokens=row.length,
+        sampling=row.sampling,
+        eos_token_ids=frozenset(),
+        drafting=row.drafting,
+        max_draft_tokens=0,
+        draft_origin=row.draft_origin,
+        output=list(newest),
+    )

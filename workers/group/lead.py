@@ -1,0 +1,148 @@
+"""The rank that schedules: it runs an engine as a worker of one rank does, and tells the others of each step first.
+
+`LeadingRunner` and `LeadingStep` stand in front of the worker's own runner and step. Whatever breaks inside of a step
+closes the group: the others break too, at once, and the engine above ends as it does on any failure.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Items
+from contextlib import contextmanager
+
+import msgspec
+import numpy as np
+from torch import Tensor
+
+from workers.faults import Fault
+from workers.group.plan import Beat, Chunk, Decode, Row, Step, Stop, encode, pack_row
+from workers.group.ranks import GroupRanks
+from workers.runner import ModelRunner
+from workers.sequence import Sequence
+from workers.step import DecodeStep, StepOutcome, Trim
+
+_BEATS_PER_TIMEOUT = 10
+
+
+class Lead:
+    """The first rank's word to the others. `clock` returns seconds."""
+
+    def __init__(self, ranks: GroupRanks, clock: Callable[[], float]) -> None:
+        self._ranks = ranks
+        self._clock = clock
+        self._told_s = clock()
+        ranks.started()
+
+    @contextmanager
+    def leading(self, step: Step) -> Iterator[None]:
+        """Tell of a step, and compute it inside. Raises GroupBroken when some rank is not there for it."""
+        try:
+            self._ranks.tell(encode(step))
+            self._ranks.vote()
+            self._told_s = self._clock()
+            yield
+        except BaseException:
+            self._ranks.close()
+            raise
+
+    def beat(self) -> None:
+        """Called again and again; now and then it makes sure of the others. Raises GroupBroken."""
+        if self._clock() - self._told_s >= self._ranks.timeout_s / _BEATS_PER_TIMEOUT:
+            with self.leading(Beat()):
+                pass
+
+    def remember(self, outcome: StepOutcome) -> None:
+        self._ranks.remember(digest(outcome))
+
+    def stop(self) -> None:
+        """End the group as it should end; a group that is broken already stays so."""
+        try:
+            self._ranks.tell(encode(Stop()))
+        except RuntimeError:
+            pass
+        finally:
+            self._ranks.close()
+
+    def abandon(self) -> None:
+        """Break the group: this rank has failed outside of a step. Idempotent."""
+        self._ranks.close()
+
+
+class LeadingRunner:
+    """Implements `workers.runner.PromptRunner` for the whole group."""
+
+    def __init__(self, runner: ModelRunner, lead: Lead) -> None:
+        self._runner = runner
+        self._lead = lead
+
+    @property
+    def fault(self) -> Fault:
+        return self._runner.fault
+
+    @fault.setter
+    def fault(self, fault: Fault) -> None:
+        self._runner.fault = fault
+
+    def prefill_chunk(self, sequence: Sequence, start: int, end: int) -> Tensor | None:
+        (row,) = rows_of(self._runner, [sequence])
+        chunk = Chunk(row, sequence.prompt_token_ids[start:end], end == sequence.num_prompt_tokens)
+        with self._lead.leading(chunk):
+            return self._runner.prefill_chunk(sequence, start, end)
+
+    def written(self) -> Callable[[], bool] | None:
+        return self._runner.written()
+
+
+class LeadingStep:
+    """Implements `DecodeStep` for the whole group. How many drafts to verify is settled before the step."""
+
+    can_trim = False
+
+    def __init__(self, step: DecodeStep, runner: ModelRunner, lead: Lead) -> None:
+        self._step = step
+        self._runner = runner
+        self._lead = lead
+
+    def prepare(self, num_drafts: Iterable[int]) -> None:
+        """Nothing: shapes are captured by all ranks together, at the first step that has them."""
+
+    def run(self, sequences: Items[Sequence], num_draft: int, trim: Trim | None = None) -> StepOutcome:
+        rows, anchors = rows_of(self._runner, sequences), tuple(s.last_token for s in sequences)
+        with self._lead.leading(Decode(rows, anchors, num_draft)):
+            outcome = self._step.run(sequences, num_draft)
+        self._lead.remember(outcome)
+        return outcome
+
+
+def rows_of(runner: ModelRunner, sequences: Items[Sequence]) -> tuple[Row, ...]:
+    """What the other ranks must know of a step's requests. Rows are sent without the dummy pages behind their own."""
+    target_rows = runner.target_rows(sequences)
+    drafts = [sequence for sequence in sequences if sequence.drafting]
+    draft_rows = (
+        dict(zip((s.request_id for s in drafts), runner.draft_rows(drafts), strict=True)) if drafts else {}
+    )
+    none = np.empty(0, dtype=np.int32)
+
+    def packed(row: Items[int]) -> bytes:
+        return pack_row(row, int(np.count_nonzero(row)))
+
+    return tuple(
+        Row(
+            request_id=sequence.request_id,
+            length=length,
+            sampling=sequence.sampling,
+            drafting=sequence.drafting,
+            draft_origin=sequence.draft_origin,
+            target_pages=packed(target_row),
+            draft_pages=packed(draft_rows.get(sequence.request_id, none)),
+        )
+        for sequence, length, target_row in zip(
+            sequences, runner.lengths_of(sequences), target_rows, strict=True
+        )
+    )
+
+
+def digest(outcome: StepOutcome) -> int:
+    """A number that differs, most likely, when two ranks chose different tokens."""
+    return zlib.crc32(msgspec.msgpack.encode((outcome.targets, outcome.accepted)))

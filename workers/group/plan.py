@@ -1,0 +1,86 @@
+"""What the rank that schedules tells the others of a step: everything they need, as msgpack, once.
+
+The others keep no ledger and no requests. A step brings its requests' tokens, lengths and page table rows; page ids
+mean the same on every rank, because all pools have equally many pages and each holds its heads' share of every page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+import msgspec
+import numpy as np
+
+from kvmanager.ids import RequestId
+from kvmanager.slots import PageTable
+from workers.request import SamplingParams
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """One request of a step. `target_pages`, `draft_pages`: its rows as int32 bytes, as far as the step reaches.
+
+    `length`: positions with KV, in front of the step.
+    """
+
+    request_id: RequestId
+    length: int
+    sampling: SamplingParams
+    drafting: bool
+    draft_origin: int
+    target_pages: bytes
+    draft_pages: bytes
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Compute prompt positions behind `row.length`; `last`: and the logits behind the last of them."""
+
+    row: Row
+    token_ids: tuple[int, ...]
+    last: bool
+
+
+class Decode(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Draft `num_draft` tokens for every request behind its newest, `anchors[b]`, and verify them."""
+
+    rows: tuple[Row, ...]
+    anchors: tuple[int, ...]
+    num_draft: int
+
+
+class Beat(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Nothing to do; the group lives."""
+
+
+class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The group ends as it should."""
+
+
+Step = Chunk | Decode | Beat | Stop
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Step] = msgspec.msgpack.Decoder(Step)
+
+
+def encode(step: Step) -> bytes:
+    return _encoder.encode(step)
+
+
+def decode(data: bytes) -> Step:
+    """Raises msgspec.DecodeError or ValidationError, which is one."""
+    return _decoder.decode(data)
+
+
+def pack_row(row: Items[int] | PageTable, num_pages: int) -> bytes:
+    """The first pages of a page table row."""
+    return np.asarray(row, dtype="<i4")[:num_pages].tobytes()
+
+
+def unpack_rows(rows: Items[bytes], max_pages: int, pool_pages: int) -> PageTable:
+    """Int32 [B, max_pages], page 0 behind what was sent. Raises ValueError for pages outside of the pool."""
+    table = np.zeros((len(rows), max_pages), dtype=np.int32)
+    for place, row in zip(table, rows, strict=True):
+        pages = np.frombuffer(row, dtype="<i4")
+        place[: len(pages)] = pages
+    if table.size and not 0 <= table.min() <= table.max() < pool_pages:
+        raise ValueError(f"a step names pages outside of the pool of {pool_pages}")
+    return table
