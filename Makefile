@@ -17,7 +17,7 @@ PROTOS := $(wildcard proto/cluster/rpc/v1/*.proto)
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help setup demo test check format lint types contracts protos stubs stubs-check unit parity gateways soak test-gpu chaos flood fuzz bench bench-gpu bench-router bench-vllm clean
+.PHONY: help setup demo test check format lint types contracts protos stubs stubs-check unit parity gateways soak test-gpu chaos faults flood fuzz bench bench-gpu bench-router bench-vllm clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -155,6 +155,9 @@ bench-gpu:  ## every GPU figure beside its limit: JSON, and PNGs (extra: bench),
 chaos: setup  ## steady requests while workers are killed, stopped, drained and cut off; supervisors replaced (root)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -m chaos
 	@$(BIN)/python -m tests.faults.chaos $(CHAOS)
+
+faults: setup  ## plant every fault of drafting that leaves tokens right, and see which gate catches it (FAULTS=--out FILE)
+	@$(BIN)/python -m tests.faults.drafting $(FAULTS)
 
 flood: setup  ## bursts of long prompts given up midway, then many short ones: a probe answers, memory is flat (minutes)
 	@$(BIN)/python -m tests.faults.flood

@@ -11,10 +11,13 @@ from typing import Any
 import click
 from rich.console import Console
 
+from cluster import observatory
 from cluster.evaluate import Evaluation, EvaluationPlan, evaluate
 from cluster.modes import MODES, EvaluationCluster, parse_modes
 from cluster.prompt_sets import EvalPrompt, builtin_prompts, file_prompts, task_prompts
-from cluster.show import Watch, table
+from cluster.reference import Reference, measure
+from cluster.reference_files import PROMPT_FORM, facts_of, reference_of, write_reference
+from cluster.show import Watch, changes, table
 from workers.config import DraftPolicy
 from workers.errors import InvalidRequest
 
@@ -85,14 +88,79 @@ class DraftTokens(click.ParamType[Any]):
     type=float,
     help="Accuracy in percent that --task is held against; target_only's own if not given.",
 )
+@click.option(
+    "--reference/--no-reference",
+    "use_reference",
+    default=True,
+    show_default=True,
+    help="Fail when acceptance is under what is known of the pair, where it is known for such prompts and answers.",
+)
+@click.option(
+    "--update-reference",
+    is_flag=True,
+    help="Make this run what is known of the pair, if it passes all other gates.",
+)
+@click.option(
+    "--report",
+    "report_directory",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Write a page with pictures of the acceptance length into this directory.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
-def eval_command(as_json: bool, **options: Any) -> None:
+def eval_command(
+    as_json: bool, update_reference: bool, report_directory: Path | None, **options: Any
+) -> None:
     """Compare modes on the same prompts: tokens, acceptance length, bytes shipped, leaks."""
+    if update_reference:
+        _check_updating(options)
+        options["use_reference"] = False
     plan = _plan(**options)
     progress = Console(stderr=True)
     with Watch(progress) as watch:
         evaluation = asyncio.run(evaluate(plan, watch))
+    if report_directory is not None:
+        progress.print(f"written: {observatory.write(evaluation, report_directory)}", highlight=False)
+    if update_reference and not evaluation.failures:
+        _update(evaluation)
     _finish(evaluation, as_json)
+
+
+def _check_updating(options: dict[str, Any]) -> None:
+    """A reference is of greedy answers with all drafts verified. Raises InvalidRequest for others."""
+    for field, needed in (("temperature", 0.0), ("draft_tokens", "full")):
+        if options[field] != needed:
+            raise InvalidRequest(
+                f"--update-reference needs {field} {needed}, not {options[field]}",
+                field=field,
+                limit=str(needed),
+            )
+    facts_of(options["pair"])
+
+
+def _update(evaluation: Evaluation) -> None:
+    """Write the reference that the evaluation's answers make, and say what was before."""
+    plan, pair = evaluation.plan, evaluation.plan.cluster.pair
+    answers = evaluation.answers.get("split") or evaluation.answers.get("aggregated")
+    if answers is None:
+        raise InvalidRequest("--update-reference needs the mode split or aggregated", field="modes")
+    family, drafter = facts_of(pair)
+    before: Reference | None = reference_of(pair, plan.max_tokens)
+    try:
+        reference = measure(
+            plan.prompts,
+            answers,
+            pair=pair,
+            family=family,
+            drafter=drafter,
+            prompt_form=PROMPT_FORM,
+            max_tokens=plan.max_tokens,
+        )
+    except ValueError as error:
+        raise InvalidRequest(f"--update-reference: {error}", field="prompts") from error
+    path = write_reference(reference)
+    console = Console()
+    console.print(changes(before, reference))
+    console.print(f"written: {path}", highlight=False)
 
 
 @click.command("demo")
@@ -123,6 +191,7 @@ def _plan(
     temperature: float = 0.0,
     seed: int = 0,
     min_al: float | None = None,
+    use_reference: bool = True,
     reference_accuracy: float | None = None,
 ) -> EvaluationPlan:
     return EvaluationPlan(
@@ -139,6 +208,7 @@ def _plan(
         temperature=temperature,
         seed=seed,
         min_al=min_al,
+        reference=reference_of(pair, max_tokens) if use_reference else None,
         reference_accuracy=reference_accuracy,
     )
 

@@ -25,7 +25,8 @@ from cluster.local import LocalCluster
 from cluster.measure import AskSettings, ask_all
 from cluster.modes import EvaluationCluster, Mode
 from cluster.prompt_sets import EvalPrompt
-from cluster.report import ModeReport, summarize
+from cluster.reference import Bounds, Reference, bounds
+from cluster.report import Answer, ModeReport, summarize
 from cluster.serve import load_tokenizer, running_gateway
 from cluster.service import Door
 from workers.request import Role
@@ -49,7 +50,10 @@ class Progress(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationPlan:
-    """Everything an evaluation is asked to do. `prompts` keep their order in all modes."""
+    """Everything an evaluation is asked to do. `prompts` keep their order in all modes.
+
+    `reference` is what is known of this pair and length of answers, greedy and with all drafts verified.
+    """
 
     cluster: EvaluationCluster
     modes: Sequence[Mode]
@@ -58,7 +62,15 @@ class EvaluationPlan:
     temperature: float = 0.0
     seed: int = 0
     min_al: float | None = None
+    reference: Reference | None = None
     reference_accuracy: float | None = None
+
+    @property
+    def bounds(self) -> Bounds | None:
+        """What these prompts must reach; None when that is not known."""
+        if self.reference is None or self.temperature or self.cluster.draft_tokens != "full":
+            return None
+        return bounds(self.reference, self.prompts)
 
     @property
     def gates(self) -> GateSettings:
@@ -66,6 +78,7 @@ class EvaluationPlan:
             exact_tokens=self.cluster.dtype in ("float32", "float64"),
             sequential=self.cluster.concurrency == 1,
             min_al=self.min_al,
+            reference=self.bounds,
             reference_accuracy=self.reference_accuracy,
             num_questions=sum(prompt.answer is not None for prompt in self.prompts),
         )
@@ -73,10 +86,11 @@ class EvaluationPlan:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Reports in the order of the plan's modes, and the gates that failed."""
+    """Reports and answers in the order of the plan's modes, and the gates that failed."""
 
     plan: EvaluationPlan
     reports: dict[str, ModeReport]
+    answers: dict[str, list[Answer]]
     failures: list[str] = field(default_factory=list)
 
     def json(self) -> dict[str, Any]:
@@ -87,6 +101,7 @@ class Evaluation:
             "max_tokens": self.plan.max_tokens,
             "dtype": self.plan.cluster.dtype,
             "concurrency": self.plan.cluster.concurrency,
+            "reference": msgspec.to_builtins(self.plan.bounds),
             "modes": {mode: msgspec.to_builtins(report) for mode, report in self.reports.items()},
             "failures": self.failures,
         }
@@ -98,6 +113,7 @@ async def evaluate(plan: EvaluationPlan, progress: Progress) -> Evaluation:
     loading = asyncio.create_task(asyncio.to_thread(load_tokenizer, config.pair))
     await asyncio.sleep(0)  # its thread starts before Ray blocks this one
     reports: dict[str, ModeReport] = {}
+    answers: dict[str, list[Answer]] = {}
     try:
         async with (
             LocalCluster(config, report=progress.starting) as cluster,
@@ -105,11 +121,13 @@ async def evaluate(plan: EvaluationPlan, progress: Progress) -> Evaluation:
         ):
             for mode in plan.modes:
                 progress.mode(mode, len(plan.prompts))
-                reports[mode.name] = await _run_mode(plan, mode, cluster, doors[mode.split], progress)
+                answers[mode.name], reports[mode.name] = await _run_mode(
+                    plan, mode, cluster, doors[mode.split], progress
+                )
     finally:
         loading.cancel()
         await asyncio.gather(loading, return_exceptions=True)
-    return Evaluation(plan, reports, failures(reports, plan.gates))
+    return Evaluation(plan, reports, answers, failures(reports, plan.gates))
 
 
 @dataclass(frozen=True)
@@ -158,7 +176,7 @@ async def _door(
 
 async def _run_mode(
     plan: EvaluationPlan, mode: Mode, cluster: LocalCluster, door: _OpenDoor, progress: Progress
-) -> ModeReport:
+) -> tuple[list[Answer], ModeReport]:
     settings = AskSettings(
         max_tokens=plan.max_tokens,
         concurrency=plan.cluster.concurrency,
@@ -172,7 +190,7 @@ async def _run_mode(
     pages, slots = await _left_behind(door.gateway)
     for role in door.roles:
         await cluster.check(role)
-    return summarize(measured.answers, measured.wall_s, pages, slots)
+    return measured.answers, summarize(measured.answers, measured.wall_s, pages, slots)
 
 
 async def _left_behind(gateway: Gateway) -> tuple[int, int]:

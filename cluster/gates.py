@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
+from cluster.reference import Bound, Bounds
 from cluster.report import ModeReport, accuracy_threshold
+
+GateName = Literal[
+    "leaks",
+    "tokens",
+    "split = aggregated",
+    "min AL",
+    "AL",
+    "AL, first 8 steps",
+    "AL by position",
+    "AL, same prompts",
+    "accuracy",
+]
 
 AGGREGATED_TOLERANCE = 0.002
 """Relative difference in AL allowed between split and aggregated when requests are batched (near ties may flip)."""
@@ -16,25 +30,34 @@ class GateSettings:
     """`exact_tokens`: equality of tokens over modes is asked for (float32 and float64 alone promise it).
 
     `sequential`: one request at a time, so that decode steps must be identical. `min_al` bounds every drafting mode
-    without an injected fault; `reference_accuracy` in percent, None takes target_only's.
+    without an injected fault, and `reference` what is known of the pair does; `reference_accuracy` in percent, None
+    takes target_only's.
     """
 
     exact_tokens: bool
     sequential: bool
     min_al: float | None = None
+    reference: Bounds | None = None
     reference_accuracy: float | None = None
     num_questions: int = 0
 
 
 def failures(reports: Mapping[str, ModeReport], settings: GateSettings) -> list[str]:
     """Every gate that does not hold, as sentences; empty when all do."""
-    return [
-        *_leaks(reports),
-        *(_tokens(reports) if settings.exact_tokens else []),
-        *_split(reports, settings.sequential),
-        *_acceptance(reports, settings.min_al),
-        *_accuracy(reports, settings),
-    ]
+    return [said for sentences in failing(reports, settings).values() for said in sentences]
+
+
+def failing(reports: Mapping[str, ModeReport], settings: GateSettings) -> dict[GateName, list[str]]:
+    """The sentences of each gate that does not hold."""
+    found: dict[GateName, list[str]] = {
+        "leaks": _leaks(reports),
+        "tokens": _tokens(reports) if settings.exact_tokens else [],
+        "split = aggregated": _split(reports, settings.sequential),
+        "min AL": _acceptance(reports, settings.min_al),
+        **_reference(reports, settings),
+        "accuracy": _accuracy(reports, settings),
+    }
+    return {gate: sentences for gate, sentences in found.items() if sentences}
 
 
 def _leaks(reports: Mapping[str, ModeReport]) -> list[str]:
@@ -87,6 +110,51 @@ def _acceptance(reports: Mapping[str, ModeReport], min_al: float | None) -> list
         for mode, report in reports.items()
         if mode in ("aggregated", "split") and report.acceptance_length < min_al
     ]
+
+
+def _reference(reports: Mapping[str, ModeReport], settings: GateSettings) -> dict[GateName, list[str]]:
+    """What the reference of the pair says of every drafting mode without an injected fault."""
+    bounds = settings.reference
+    if bounds is None:
+        return {}
+    same = bounds.same_prompts if settings.exact_tokens else None
+    drafting = [(mode, reports[mode]) for mode in ("aggregated", "split") if mode in reports]
+    return {
+        "AL": [
+            said
+            for mode, report in drafting
+            for said in _under(f"{mode}: AL", report.acceptance_length, bounds.length)
+        ],
+        "AL, first 8 steps": [
+            said
+            for mode, report in drafting
+            for said in _under(
+                f"{mode}: AL of the first 8 steps", report.acceptance_length_first8, bounds.length_first8
+            )
+        ],
+        "AL by position": [
+            said
+            for mode, report in drafting
+            for at, bound in enumerate(bounds.positions)
+            for said in _under(f"{mode}: acceptance of draft {at + 1}", _at(report, at), bound)
+        ],
+        "AL, same prompts": [
+            said
+            for mode, report in drafting
+            if same is not None
+            for said in _under(f"{mode}: AL on the reference's own prompts", report.acceptance_length, same)
+        ],
+    }
+
+
+def _at(report: ModeReport, position: int) -> float:
+    shares = report.acceptance_by_position
+    return shares[position] if position < len(shares) else 0.0
+
+
+def _under(what: str, figure: float, bound: Bound) -> Iterator[str]:
+    if figure < bound.least:
+        yield f"{what} is {figure:.3f}, under {bound.least:.3f} (reference {bound.expected:.3f})"
 
 
 def _accuracy(reports: Mapping[str, ModeReport], settings: GateSettings) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.answers import AnswerChunk, AnswerEnd, ChatPrompt
 from cluster.client import AsyncClient
@@ -68,6 +68,7 @@ async def _ask(
     client: AsyncClient, prompt: EvalPrompt, settings: AskSettings, on_text: Callable[[str], None]
 ) -> Answer:
     token_ids: list[int] = []
+    counts: list[int] = []
     gaps_s: list[float] = []
     pieces: list[str] = []
     sent_s = last_s = time.perf_counter()
@@ -91,6 +92,7 @@ async def _ask(
                 else:
                     first_token_s = now_s - sent_s
                 token_ids += fresh
+                counts.append(len(fresh))
                 last_s = now_s
             case AnswerEnd():
                 end = event
@@ -100,7 +102,18 @@ async def _ask(
         raise WorkerFailed("an answer ended without its worker's figures")
     text = "".join(pieces)
     correct = None if prompt.answer is None else final_number(text) == prompt.answer
-    return _answer(prompt.kind, token_ids, text, end.usage.stats, first_token_s, gaps_s, correct)
+    answer = _answer(prompt.kind, token_ids, text, end.usage.stats, first_token_s, gaps_s, correct)
+    return replace(answer, step_tokens=step_tokens(counts, end.usage.stats))
+
+
+def step_tokens(counts: Sequence[int], stats: RequestStats) -> tuple[int, ...]:
+    """Tokens of each decode step, from those of each message; none when the messages were not one for each step.
+
+    The first message is the prompt's.
+    """
+    first, steps = counts[:1], tuple(counts[1:])
+    whole = first == [1] and len(steps) == stats.decode_steps and sum(steps) == stats.decode_tokens
+    return steps if whole else ()
 
 
 def _answer(
@@ -128,4 +141,5 @@ def _answer(
         time_to_first_token_s=first_token_s,
         token_gaps_s=tuple(gaps_s),
         correct=correct,
+        prompt_tokens=stats.prompt_tokens,
     )

@@ -15,11 +15,11 @@ are drawn as ticks as high as the tokens that they emitted. What has not ended y
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from cluster.charts import tick
 from cluster.timeline import GATEWAY, Piece, Step, Timeline
 
 WIDTH = 1080
@@ -83,7 +83,7 @@ class _Canvas:
 
     def axis(self) -> Iterator[str]:
         bottom = self._height - 30
-        step_s = tick_s(self._end_s)
+        step_s = tick(self._end_s)
         for number in range(int(self._end_s / step_s + 1e-9) + 1):
             x = self.x(number * step_s)
             yield f"<line x1='{x}' y1='{_TOP - 6}' x2='{x}' y2='{bottom}' stroke='#eeeeee'/>"
@@ -189,13 +189,6 @@ def _times(pieces: Sequence[Piece]) -> Iterator[float]:
         yield piece.began_s
         if piece.ended_s is not None:
             yield piece.ended_s
-
-
-def tick_s(end_s: float) -> float:
-    """Between two marks of the axis: 1, 2 or 5 times a power of ten, for at most ten of them."""
-    rough = end_s / 10
-    power: float = 10.0 ** math.floor(math.log10(rough))
-    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
 
 
 def seconds(value_s: float) -> str:

@@ -24,7 +24,10 @@ OUTCOME_SIGMA = 50.0
 
 @dataclass(frozen=True)
 class Answer:
-    """One finished request as its client saw it. Times in seconds since the request was sent."""
+    """One finished request as its client saw it. Times in seconds since the request was sent.
+
+    `step_tokens`: tokens of each decode step; empty where the client got several steps at once.
+    """
 
     kind: str
     token_ids: tuple[int, ...]
@@ -41,6 +44,8 @@ class Answer:
     time_to_first_token_s: float
     token_gaps_s: tuple[float, ...]
     correct: bool | None = None
+    prompt_tokens: int = 0
+    step_tokens: tuple[int, ...] = ()
 
 
 class ModeReport(msgspec.Struct, frozen=True, kw_only=True):

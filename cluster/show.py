@@ -15,6 +15,7 @@ from rich.text import Text
 from cluster.evaluate import Evaluation
 from cluster.modes import MODES, Mode
 from cluster.prompt_sets import EvalPrompt
+from cluster.reference import Reference
 
 _SHOWN_CHARACTERS = 220
 
@@ -81,7 +82,8 @@ def table(evaluation: Evaluation) -> Table:
     """The comparison, a row per mode."""
     plan = evaluation.plan
     shown = Table(
-        title=f"{plan.cluster.pair}: {len(plan.prompts)} prompts, up to {plan.max_tokens} tokens, {plan.cluster.dtype}"
+        title=f"{plan.cluster.pair}: {len(plan.prompts)} prompts, up to {plan.max_tokens} tokens, {plan.cluster.dtype}",
+        caption=_expected(evaluation),
     )
     shown.add_column("mode", min_width=18)
     for heading in (
@@ -108,6 +110,43 @@ def table(evaluation: Evaluation) -> Table:
             f"{report.tokens_per_s:.1f}",
         )
     return shown
+
+
+def _expected(evaluation: Evaluation) -> str | None:
+    bounds = evaluation.plan.bounds
+    if bounds is None:
+        return None
+    length, early = bounds.length, bounds.length_first8
+    return (
+        f"reference for such prompts: AL {length.expected:.3f}, at least {length.least:.3f}; "
+        f"first 8 steps {early.expected:.3f}, at least {early.least:.3f}"
+    )
+
+
+def changes(before: Reference | None, after: Reference) -> Table:
+    """What an update of a reference changes, a row per prompt set."""
+    shown = Table(title=f"{after.pair}, {after.family}, {after.prompt_form}, up to {after.max_tokens} tokens")
+    for heading in ("prompts", "requests", "reference AL", "least AL of 64 requests"):
+        shown.add_column(heading, justify="left" if heading == "prompts" else "right")
+    for name in after.kinds:
+        new, old = after.kinds[name], before.kinds.get(name) if before is not None else None
+        shown.add_row(
+            name.replace("_", " "),
+            str(new.requests),
+            _change(old.ref_al if old is not None else None, new.ref_al),
+            _change(old.min_al if old is not None else None, new.min_al),
+        )
+    shown.add_row(
+        "all, equally",
+        str(sum(kind.requests for kind in after.kinds.values())),
+        _change(before.ref_al if before is not None else None, after.ref_al),
+        _change(before.min_al if before is not None else None, after.min_al),
+    )
+    return shown
+
+
+def _change(old: float | None, new: float) -> str:
+    return f"{'none' if old is None else f'{old:.3f}'} -> {new:.3f}"
 
 
 def _size(size_bytes: int) -> str:

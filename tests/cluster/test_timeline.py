@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from cluster.charts import tick
 from cluster.cli import cli
 from cluster.errors import RequestError
 from cluster.figures import RequestRecord
-from cluster.picture import draw, seconds, tick_s
+from cluster.picture import draw, seconds
 from cluster.recall import join
 from cluster.timeline import Timeline, WorkerAnswer
 from cluster.timeline_messages import timeline_from_proto, timeline_to_proto
@@ -148,7 +149,7 @@ def test_the_picture_is_sound_svg_with_a_bar_per_span_in_the_right_place() -> No
 
 @pytest.mark.parametrize("end_s", [1e-6, 0.004, 0.01, 0.37, 1.0, 9.99, 60.0, 86_400.0])
 def test_the_axis_has_some_marks_and_never_many(end_s: float) -> None:
-    assert 3 <= end_s / tick_s(end_s) <= 10.0001
+    assert 3 <= end_s / tick(end_s) <= 10.0001
 
 
 def test_short_times_are_told_in_milliseconds() -> None:

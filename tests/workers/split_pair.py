@@ -38,7 +38,13 @@ TICK_S = 0.01
 
 
 def config(
-    role: Role, *, pages: int | None = None, max_batch: int = 8, chunk: int = 32, **more: object
+    role: Role,
+    *,
+    pages: int | None = None,
+    max_batch: int = 8,
+    max_seq_len: int = 512,
+    chunk: int = 32,
+    **more: object,
 ) -> WorkerConfig:
     """A small worker: page size 16, 512 positions."""
     kv: dict[str, KvBudget] = {} if pages is None else {"kv": FixedPages(num_target_pages=pages)}
@@ -46,7 +52,7 @@ def config(
         role=role,
         pair=PairSpec(name="tiny"),
         max_batch=max_batch,
-        max_seq_len=512,
+        max_seq_len=max_seq_len,
         chunk_tokens=chunk,
         **kv,
         **more,  # type: ignore[arg-type]
