@@ -27,6 +27,7 @@ from torch import Tensor
 _LOOKS = (512, 8192)  # how many best candidates a filter looks at before it sorts the whole vocabulary
 _ELEMENTS_AT_ONCE = 1 << 16  # noise computed at a time: its temporaries fit a core's cache
 _ELEMENTS_AT_ONCE_ELSEWHERE = 1 << 25  # on devices, where fewer and larger kernels are better
+_NEIGHBOURS = 64  # tokens whose largest logit is found together
 _MASK_64 = (1 << 64) - 1
 
 
@@ -54,7 +55,7 @@ def choose(logits_NV: Tensor, rules: Sequence[ChoiceRule], positions: Sequence[i
             f"{logits_NV.shape[0]} rows of logits, {len(rules)} rules, {len(positions)} positions"
         )
     if all(rule.greedy for rule in rules):
-        return logits_NV.argmax(dim=-1)
+        return likeliest(logits_NV)
     chosen_N = torch.empty(len(rules), dtype=torch.int64, device=logits_NV.device)
     groups: dict[tuple[float, int, float], list[int]] = {}
     for row, rule in enumerate(rules):
@@ -62,12 +63,24 @@ def choose(logits_NV: Tensor, rules: Sequence[ChoiceRule], positions: Sequence[i
     for (temperature, top_k, top_p), rows in groups.items():
         picked = logits_NV[rows] if len(groups) > 1 else logits_NV
         if temperature == 0.0:
-            chosen_N[rows] = picked.argmax(dim=-1)
+            chosen_N[rows] = likeliest(picked)
         else:
             keys = [noise_key(rules[row].seed, positions[row]) for row in rows]
             keys_N2 = torch.tensor(keys, dtype=torch.int32, device=logits_NV.device)
             chosen_N[rows] = _noisy_argmax(*filtered(picked, temperature, top_k, top_p), keys_N2)
     return chosen_N
+
+
+def likeliest(logits_NV: Tensor) -> Tensor:
+    """argmax over the last dimension, the first of equals."""
+    num_rows, vocab = logits_NV.shape
+    if logits_NV.device.type != "cpu" or vocab % _NEIGHBOURS:
+        return logits_NV.argmax(dim=-1)
+    # On a CPU torch's argmax takes ten times as long as its maximum, so look for the place in two short rows.
+    blocks = logits_NV.reshape(num_rows, -1, _NEIGHBOURS)
+    block_N = blocks.amax(dim=-1).argmax(dim=-1)
+    within_N = blocks[torch.arange(num_rows), block_N].argmax(dim=-1)
+    return block_N * _NEIGHBOURS + within_N
 
 
 def filtered(logits_NV: Tensor, temperature: float, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:

@@ -35,25 +35,14 @@ class StepCosts:
         self._pace = 1.0
         self._steps = 0
 
-    def observe(
-        self,
-        batch_size: int,
-        num_draft: int,
-        draft_s: float,
-        verify_s: float,
-        num_verified: float | None = None,
-    ) -> None:
-        """`num_verified`: drafts of a request that were verified, on average; all of them when it is not given."""
-        bucket, verified = (
-            batch_bucket(batch_size),
-            num_draft if num_verified is None else round(num_verified),
-        )
+    def observe(self, batch_size: int, num_draft: int, draft_s: float, verify_s: float) -> None:
+        bucket = batch_bucket(batch_size)
         self._steps += 1
-        if self._verify.count(bucket, verified):
+        if self._verify.count(bucket, num_draft):
             took_s = verify_s + (draft_s if num_draft else 0.0)
-            ratio = took_s / (self._verify_s(bucket, verified) + self._draft_s(bucket, num_draft))
+            ratio = took_s / (self._verify_s(bucket, num_draft) + self._draft_s(bucket, num_draft))
             self._pace *= (ratio / self._pace) ** _PACE_GAIN
-        self._verify.add(bucket, verified, verify_s / self._pace, self._steps)
+        self._verify.add(bucket, num_draft, verify_s / self._pace, self._steps)
         if num_draft:
             self._draft.add(bucket, num_draft, draft_s / self._pace, self._steps)
 
@@ -61,18 +50,6 @@ class StepCosts:
         """Seconds of one step at the present pace. In arbitrary but consistent units before the first measurement."""
         bucket = batch_bucket(batch_size)
         return self._pace * (self._verify_s(bucket, num_draft) + self._draft_s(bucket, num_draft))
-
-    def mixed_step_s(self, batch_size: int, num_draft: int, num_tokens: int) -> float:
-        """Seconds of a step that drafts `num_draft` for each request and verifies `num_tokens` of the batch in all.
-
-        Between whole numbers of drafts per request by a straight line.
-        """
-        bucket, each = batch_bucket(batch_size), max(num_tokens / batch_size - 1, 0.0)
-        fewer, share = int(each), each - int(each)
-        verify_s = self._verify_s(bucket, fewer)
-        if share:
-            verify_s += share * (self._verify_s(bucket, fewer + 1) - verify_s)
-        return self._pace * (verify_s + self._draft_s(bucket, num_draft))
 
     def _verify_s(self, bucket: int, num_draft: int) -> float:
         verify_s = self._verify.at(bucket, num_draft)

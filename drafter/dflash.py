@@ -137,6 +137,11 @@ class BlockDrafter:
         return self.config.max_draft_tokens
 
     @property
+    def has_confidences(self) -> bool:
+        """Whether its proposals say how sure they are."""
+        return self._head.has_confidences
+
+    @property
     def lookahead(self) -> int:
         """Positions behind the context that a step may write to: the block's, or the verified tokens'."""
         return max(self.block_size, self.max_draft_tokens + 1)

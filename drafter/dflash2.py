@@ -68,6 +68,10 @@ class CandidateSelector:
     projection: Linear  # H to R
     num_candidates: int
 
+    @property
+    def has_confidences(self) -> bool:
+        return False
+
     def choose(self, block: DraftBlock, anchor_ids_B: Tensor, choice: DraftChoice) -> Proposal:
         """Tokens of all slots of the block."""
         unary_BKC, candidates_BKC = block.logits_BKV.topk(self.num_candidates, dim=-1)

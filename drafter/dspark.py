@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -115,13 +116,17 @@ class DSparkHead:
     markov: Markov | None
     confidence: ConfidenceHead | None
 
+    @property
+    def has_confidences(self) -> bool:
+        return self.confidence is not None
+
     def choose(self, block: DraftBlock, anchor_ids_B: Tensor, choice: DraftChoice) -> Proposal:
         """Tokens and, with a confidence head, confidences of all slots of the block."""
         tokens_BK = self._tokens(block, anchor_ids_B, choice)
         if self.confidence is None:
             return Proposal(tokens_BK)
         previous_BK = torch.cat((anchor_ids_B[:, None], tokens_BK[:, :-1]), dim=1)
-        return Proposal(tokens_BK, self.confidence(block.hidden_BKH, previous_BK))
+        return Proposal(tokens_BK, partial(self.confidence, block.hidden_BKH, previous_BK))
 
     def _tokens(self, block: DraftBlock, anchor_ids_B: Tensor, choice: DraftChoice) -> Tensor:
         if self.markov is None:

@@ -11,14 +11,17 @@ Shapes: B requests, K drafts of each, H draft hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from drafter.choice import ChoiceRule, choose
+
+_NEIGHBOURS = 64
 
 
 class DraftBlock(NamedTuple):
@@ -30,14 +33,18 @@ class DraftBlock(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Drafted tokens, int64 [B, K].
-
-    `confidences_BK` estimates, for each draft, the probability that the target chooses it too when it has chosen all
-    drafts before it; None from a drafter without a confidence head.
-    """
+    """Drafted tokens, int64 [B, K]. `estimate` computes their confidences, for those who ask."""
 
     tokens_BK: Tensor
-    confidences_BK: Tensor | None = None
+    estimate: Callable[[], Tensor] | None = None
+
+    @property
+    def confidences_BK(self) -> Tensor | None:
+        """For each draft, roughly the probability that the target chooses it too when it has chosen all before it.
+
+        None for a proposal that knows nothing of itself.
+        """
+        return None if self.estimate is None else self.estimate()
 
 
 class DraftChoice(Protocol):
@@ -93,12 +100,36 @@ class WidenedChoice:
 class DraftHead(Protocol):
     """The last stage of a drafter family."""
 
+    @property
+    def has_confidences(self) -> bool:
+        """Whether its proposals have them."""
+
     def choose(self, block: DraftBlock, anchor_ids_B: Tensor, choice: DraftChoice) -> Proposal:
         """Turn a block's slots into drafted tokens."""
 
 
 class IndependentHead:
-    """DFlash: every slot's token is chosen from its own logits, whatever the others say."""
+    """DFlash: every slot's token is chosen from its own logits, whatever the others say.
+
+    How sure a slot is shows in the probability of its likeliest token.
+    """
+
+    @property
+    def has_confidences(self) -> bool:
+        return True
 
     def choose(self, block: DraftBlock, anchor_ids_B: Tensor, choice: DraftChoice) -> Proposal:
-        return Proposal(choice.all(block.logits_BKV))
+        return Proposal(choice.all(block.logits_BKV), partial(_largest_probabilities, block.logits_BKV))
+
+
+def _largest_probabilities(logits_BKV: Tensor) -> Tensor:
+    """max(softmax(logits)), float32 or float64 [B, K].
+
+    Of neighbours in the vocabulary only the likeliest counts, which is quick and changes little: what competes with
+    the likeliest token is rarely its neighbour, and whoever reads confidences has to weigh them anyway.
+    """
+    logits = logits_BKV if logits_BKV.dtype == torch.float64 else logits_BKV.float()
+    vocab = logits.shape[-1]
+    blocks = logits.unflatten(-1, (-1, _NEIGHBOURS)) if vocab % _NEIGHBOURS == 0 else logits.unsqueeze(-1)
+    best = blocks.amax(dim=-1)
+    return (best.amax(dim=-1) - best.logsumexp(dim=-1)).exp()

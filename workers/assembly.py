@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from drafter.checkpoint import TargetFacts, load_drafter, read_config
+from drafter.confident import ConfidentPolicy
 from drafter.dflash import BlockDrafter
 from drafter.errors import DrafterError
 from drafter.fingerprint import drafter_fingerprint
-from drafter.policy import BlockLengthPolicy
+from drafter.policy import BlockLengthPolicy, DraftingPolicy
 from drafter.ranks import ALONE
 from kvmanager.budget import KvDemand, PagePlan, plan_from_memory, plan_from_pages
 from kvmanager.errors import BudgetInfeasible, LayoutRefused
@@ -33,7 +34,7 @@ from transceiver.wire import Fingerprint, Pools, Region
 from workers.aggregated import AggregatedEngine
 from workers.backend import TORCH_ON_CPU, Backend, Computing, Loaded, make_backend
 from workers.backend import Pools as ComputedPools
-from workers.config import EveryRequestFits, FixedPages, MemoryFraction, WorkerConfig
+from workers.config import DraftPolicy, EveryRequestFits, FixedPages, MemoryFraction, WorkerConfig
 from workers.context import ContextEngine
 from workers.decode import DecodeLoop
 from workers.device import compute_device
@@ -255,11 +256,7 @@ def build(config: WorkerConfig, models: Models, make_port: MakePort | None = Non
         step=step,
         sampler=sampler,
         ledger=ledger,
-        policy=BlockLengthPolicy(
-            max_draft_tokens,
-            config.draft_tokens,
-            confident=drafter is not None and drafter.config.confidence is not None and step.can_trim,
-        ),
+        policy=_policy(drafter, config.draft_tokens, can_trim=step.can_trim),
         max_draft_tokens=max_draft_tokens,
     )
     engine_limits = EngineLimits(
@@ -330,6 +327,15 @@ class _Memory:
     @property
     def regions(self) -> Pools:
         return Pools(_region(self.target), _region(self.draft) if self.draft is not None else None)
+
+
+def _policy(
+    drafter: BlockDrafter | None, draft_tokens: DraftPolicy | int, *, can_trim: bool
+) -> DraftingPolicy:
+    """Who decides how much is drafted and verified."""
+    if drafter is not None and draft_tokens == "adaptive" and can_trim and drafter.has_confidences:
+        return ConfidentPolicy(drafter.max_draft_tokens)
+    return BlockLengthPolicy(drafter.max_draft_tokens if drafter is not None else 0, draft_tokens)
 
 
 def _memory(demand: KvDemand, plan: PagePlan, dtype: torch.dtype, device: torch.device) -> _Memory:

@@ -11,11 +11,12 @@ shared noise makes equality likely when sampling too.
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from drafter.policy import BlockLengthPolicy
+from drafter.policy import DraftingPolicy
 from kvmanager.ids import RequestId
 from kvmanager.ledger import KvLedger
 from workers.request import RequestOutput, TokenLogprob
@@ -33,7 +34,7 @@ class DecodeLoop:
         step: DecodeStep,
         sampler: Sampler,
         ledger: KvLedger,
-        policy: BlockLengthPolicy,
+        policy: DraftingPolicy,
         max_draft_tokens: int,
     ) -> None:
         self._step = step
@@ -96,8 +97,9 @@ class DecodeLoop:
             outputs.append(sequence.report(tokens, logprobs))
         self._ledger.commit_all(ids, lengths)
         if group[0].drafting:
-            mean_verified = sum(verified_each) / len(group)
-            self._policy.observe_cost(len(group), num_draft, found.draft_s, found.verify_s, mean_verified)
+            self._policy.observe_cost(
+                len(group), num_draft, found.draft_s, found.verify_s, sum(verified_each)
+            )
         return outputs
 
     def _num_draft(self, group: list[Sequence]) -> int:
@@ -111,7 +113,9 @@ class DecodeLoop:
     def _trim(self, group: list[Sequence]) -> Trim | None:
         """Who decides how many drafts are verified: nobody when a request asked for a number itself."""
         asked = group[0].sampling.draft_tokens is not None
-        return self._policy.trim if self._policy.trims and group[0].drafting and not asked else None
+        if not self._policy.trims or not group[0].drafting or asked:
+            return None
+        return partial(self._policy.trim, [s.request_id for s in group])
 
     def _logprobs(self, sequence: Sequence, logits_NV: Tensor, tokens: list[int]) -> list[TokenLogprob]:
         wanted = sequence.sampling.logprobs

@@ -140,7 +140,9 @@ def test_heads_that_are_off_leave_the_plain_choice(tmp_path: Path, facts: Facts)
     paged.append(0, random_taps(9, seed=2), 0)
     proposal = paged.choose([0], [4], [9], BLOCK, KeyedChoice([ChoiceRule()], [10]))
     assert torch.equal(proposal.tokens_BK, paged.logits([0], [4], [9], BLOCK).argmax(-1))
-    assert proposal.confidences_BK is None
+    assert proposal.confidences_BK is not None
+    likeliest = paged.logits([0], [4], [9], BLOCK).softmax(-1).amax(-1)
+    torch.testing.assert_close(proposal.confidences_BK, likeliest)
 
 
 def test_a_confidence_head_over_hidden_states_alone_reads_no_token(tmp_path: Path, facts: Facts) -> None:

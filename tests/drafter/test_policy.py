@@ -68,7 +68,9 @@ class Machine:
                     accepted = self._accepted(hazards, num_draft)
                     policy.observe_acceptance(request, num_draft, accepted)
                     step_tokens += accepted + 1
-                policy.observe_cost(batch, num_draft, self._reported(draft_s), self._reported(verify_s))
+                policy.observe_cost(
+                    batch, num_draft, self._reported(draft_s), self._reported(verify_s), batch * num_draft
+                )
                 spent_s += draft_s + verify_s
                 emitted += step_tokens
                 left -= step_tokens / batch
@@ -162,7 +164,7 @@ def test_full_and_fixed_modes_do_not_look_at_anything() -> None:
     for mode, expected in (("full", MAX), (3, 3), (0, 0), (50, MAX)):
         policy = BlockLengthPolicy(MAX, mode)
         policy.observe_acceptance(requests[0], expected, 0)
-        policy.observe_cost(1, expected, 10.0, 10.0)
+        policy.observe_cost(1, expected, 10.0, 10.0, expected)
         assert policy.choose(1, requests) == expected
 
 
@@ -170,7 +172,7 @@ def test_without_a_drafter_nothing_is_drafted_in_any_mode() -> None:
     for mode in ("full", "adaptive", 4):
         policy = BlockLengthPolicy(0, mode)
         policy.observe_acceptance(RequestId("a"), 0, 0)
-        policy.observe_cost(1, 0, 0.0, 0.05)
+        policy.observe_cost(1, 0, 0.0, 0.05, 0)
         assert policy.choose(1, [RequestId("a")]) == 0
 
 

@@ -1,4 +1,4 @@
-"""Which drafts are verified: prefixes, by falling chance, as long as the promised rate rises."""
+"""Which drafts are verified: prefixes, by falling chance, up to the number that promises the best rate."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ def test_the_surer_request_gets_more_and_a_doubt_hides_what_stands_behind_it() -
     assert counts == [4, 1, 1]
 
 
-def test_the_first_drop_ends_it_though_a_later_rise_would_pay() -> None:
+def test_a_step_in_the_costs_does_not_hide_what_pays_behind_it() -> None:
     """A staircase: the third token is dear, those behind it are free."""
+    assert admit([[0.9, 0.9, 0.9, 0.9]], lambda tokens: 1.0 if tokens < 3 else 2.0) == [4]
     assert admit([[0.9, 0.9, 0.9, 0.9]], lambda tokens: 1.0 if tokens < 3 else 2.5) == [1]
 
 

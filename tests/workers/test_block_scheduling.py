@@ -24,9 +24,10 @@ GREEDY = SamplingParams(max_tokens=24, ignore_eos=True, logprobs=1)
 SAMPLED = msgspec.structs.replace(GREEDY, temperature=0.8, top_p=0.95, seed=3)
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return load_random_pair(tmp_path_factory.mktemp("pair"), dspark("gated"))
+@pytest.fixture(scope="module", params=["dflash", "dspark"])
+def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Models:
+    directory = tmp_path_factory.mktemp("pair")
+    return load_random_pair(directory, dspark("gated") if request.param == "dspark" else None)
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -44,11 +45,10 @@ class Whim(BlockLengthPolicy):
         self._random = random.Random(seed)
         self.seen: list[list[int]] = []
 
-    @property
-    def trims(self) -> bool:
-        return True
+    trims = True
 
-    def trim(self, confidences: Items[Items[float]]) -> list[int]:
+    def trim(self, requests: Items[RequestId], confidences: Items[Items[float]]) -> list[int]:
+        assert len(requests) == len(confidences)
         assert all(0.0 < confidence < 1.0 for drafts in confidences for confidence in drafts)
         self.seen.append([self._random.randint(0, len(drafts)) for drafts in confidences])
         return self.seen[-1]
@@ -89,7 +89,7 @@ def test_any_choice_of_drafts_to_verify_leaves_tokens_and_log_probabilities(
     assert steps < sum(each.stats.decode_steps for each in golden if each.stats is not None)
 
 
-def test_an_adaptive_worker_with_a_confidence_head_schedules_and_says_the_same_split(models: Models) -> None:
+def test_an_adaptive_worker_schedules_and_says_the_same_split(models: Models) -> None:
     golden = run_aggregated(models, PROMPTS, msgspec.structs.replace(SAMPLED, draft_tokens=0), **SMALL)
     adaptive = {**SMALL, "draft_tokens": "adaptive"}
     pair = SplitPair(models, context=config("context", **SMALL), generation=config("generation", **adaptive))
@@ -99,12 +99,12 @@ def test_an_adaptive_worker_with_a_confidence_head_schedules_and_says_the_same_s
     assert [pair.outcomes[request_id].tokens for request_id in ids] == [each.tokens for each in golden]
 
 
-def test_a_drafter_without_confidences_and_a_fixed_number_are_not_trimmed(
+def test_a_fixed_number_and_a_drafter_without_confidences_are_not_trimmed(
     models: Models, tmp_path: Path
 ) -> None:
     fixed = SplitPair(models, context=config("context", **SMALL), generation=config("generation", **SMALL))
     assert not fixed.generation.decode._policy.trims
-    plain = load_random_pair(tmp_path)
+    silent = load_random_pair(tmp_path, dspark("gated", enable_confidence_head=False))
     adaptive = {**SMALL, "draft_tokens": "adaptive"}
-    pair = SplitPair(plain, context=config("context", **SMALL), generation=config("generation", **adaptive))
+    pair = SplitPair(silent, context=config("context", **SMALL), generation=config("generation", **adaptive))
     assert not pair.generation.decode._policy.trims

@@ -57,3 +57,14 @@ def test_batched_requests_score_as_alone_bit_for_bit(decoder: Decoder, width: in
     for request, tokens in enumerate(following):
         alone = paged.logits({request: tokens[:width]}, commit=False)
         assert torch.equal(alone, together[request]), f"after {LENGTHS[request]} tokens"
+
+
+@exact
+def test_requests_that_verify_different_numbers_score_as_alone_bit_for_bit(decoder: Decoder) -> None:
+    paged, following = filled(decoder)
+    widths = [1 + request * 3 % 8 for request in range(len(LENGTHS))]
+    step = {request: tokens[: widths[request]] for request, tokens in enumerate(following)}
+    together = paged.logits(step, commit=False).split(widths)
+    for request, tokens in step.items():
+        alone = paged.logits({request: tokens}, commit=False)
+        assert torch.equal(alone, together[request]), f"after {LENGTHS[request]} tokens"

@@ -1,11 +1,11 @@
 """Paged attention in plain torch: the definition of what is right, and the back end on a CPU.
 
-A plan sorts a step's requests into groups with equally many queries; each group is one batched attention over
-keys and values gathered from the pool. The queries of the heads that share a kv head are folded into rows, so
-keys and values are never repeated. Positions past a request's length are never read: short requests of a
-group are padded with their own position 0 and masked, so what lies in unused parts of a page cannot leak, not
-even NaN. Prompts that start at position 0 in this step attend to their fresh keys and values directly,
-without the way through the pool.
+A plan sorts a step's requests into groups; each group is one batched attention over keys and values gathered from the
+pool, in which a request with fewer queries than another repeats its last. The queries of the heads that share a kv head
+are folded into rows, so keys and values are never repeated. Positions past a request's length are never read: short
+requests of a group are padded with their own position 0 and masked, so what lies in unused parts of a page cannot leak,
+not even NaN. Prompts that start at position 0 in this step attend to their fresh keys and values directly, without the
+way through the pool.
 
 A query's result does not depend on what shares its step: a token scores the same, bit for bit, whether it is decoded
 alone, verified in a draft block, or batched with other requests. Products and softmax are shaped for that, as the
@@ -50,7 +50,7 @@ _MIN_POSITIONS = 32
 
 @dataclass(slots=True)
 class _Group:
-    """Requests of one step with equally many queries, attended to together.
+    """Requests of one step that are attended to together, with Q queries each: who has fewer repeats the last.
 
     `mask_BQS` is added to the scores: 0 where a query sees a position, -inf where not. None: every query sees
     all S.
@@ -58,7 +58,7 @@ class _Group:
 
     num_requests: int
     num_queries: int
-    tokens: slice | Tensor  # where the group's B * Q tokens lie among the step's T
+    tokens: slice | Tensor  # where the group's B * Q queries lie among the step's T tokens
     from_zero: bool  # causal, and every request starts at position 0 in this step
     gather: Tensor | None = None  # [2 * B * N * S] rows of K then V, relative to a layer's first row
     mask_BQS: Tensor | None = None
@@ -154,7 +154,7 @@ class TorchPagedAttention:
         plan = _own(plan)
         if plan.groups is None:
             plan.groups = self._groups(plan)
-        if len(plan.groups) == 1:
+        if len(plan.groups) == 1 and isinstance(plan.groups[0].tokens, slice):
             return self._attend_group(layer, q_THD, plan.groups[0], plan)
         attended_THD = torch.empty_like(q_THD)
         for group in plan.groups:
@@ -178,18 +178,23 @@ class TorchPagedAttention:
             starts.append(starts[-1] + q_len)
         groups: list[_Group] = []
         for members in grouped(plan.q_lens, plan.kv_lens, max_positions=self._max_positions):
-            num_queries = plan.q_lens[members[0]]
+            counts = [plan.q_lens[member] for member in members]
+            num_queries = max(counts)
             tokens: slice | Tensor
-            if members == list(range(members[0], members[-1] + 1)):
+            if min(counts) == num_queries and members == list(range(members[0], members[-1] + 1)):
                 tokens = slice(starts[members[0]], starts[members[-1] + 1])
-            else:
-                picked = [starts[member] + offset for member in members for offset in range(num_queries)]
+            else:  # a repeated query's result is written twice, and is the same
+                picked = [
+                    starts[member] + min(offset, count - 1)
+                    for member, count in zip(members, counts, strict=True)
+                    for offset in range(num_queries)
+                ]
                 tokens = torch.tensor(picked, device=self._device)
             group = _Group(
                 num_requests=len(members),
                 num_queries=num_queries,
                 tokens=tokens,
-                from_zero=plan.causal and num_queries > 1 and plan.kv_lens[members[0]] == num_queries,
+                from_zero=plan.causal and num_queries > 1 and plan.kv_lens[members[0]] == counts[0],
             )
             if not group.from_zero:
                 self._lay_out(group, members, plan)
@@ -213,12 +218,16 @@ class TorchPagedAttention:
         k_rows_BNS = self._first_rows(page_BS, position_BS)[:, None, :] + self._head_rows_N1
         group.gather = torch.stack((k_rows_BNS, k_rows_BNS + self._rows_per_plane)).view(-1)
         if ragged or (plan.causal and group.num_queries > 1):
-            group.mask_BQS = self._mask(group, kv_len_B1, position_S, plan.causal)
+            q_len_B1 = torch.tensor([plan.q_lens[member] for member in members], device=device)[:, None]
+            group.mask_BQS = self._mask(group, q_len_B1, kv_len_B1, position_S, plan.causal)
 
-    def _mask(self, group: _Group, kv_len_B1: Tensor, position_S: Tensor, causal: bool) -> Tensor:
+    def _mask(
+        self, group: _Group, q_len_B1: Tensor, kv_len_B1: Tensor, position_S: Tensor, causal: bool
+    ) -> Tensor:
         last_seen_BQ = (kv_len_B1 - 1).expand(-1, group.num_queries)
         if causal:  # the query before a request's last sees one position less, and so on
-            last_seen_BQ = last_seen_BQ - torch.arange(group.num_queries - 1, -1, -1, device=self._device)
+            query_Q = torch.arange(group.num_queries, device=self._device)
+            last_seen_BQ = torch.minimum(last_seen_BQ, kv_len_B1 - q_len_B1 + query_Q)
         unseen_BQS = position_S > last_seen_BQ[:, :, None]
         mask_BQS = torch.zeros(unseen_BQS.shape, dtype=self._dtype, device=self._device)
         return mask_BQS.masked_fill_(unseen_BQS, float("-inf"))

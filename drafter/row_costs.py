@@ -1,0 +1,104 @@
+"""What a step costs by the rows it computes, fitted to every step that was measured.
+
+    verifying n tokens of b requests   v0 + v1 · n + v2 · max(n - 16, 0) + v3 · b
+    drafting k tokens for b requests   d0 + d1 · b + d2 · b · k
+
+Four and three numbers for all batch sizes and draft counts: what one step shows serves the others, and no single
+measurement decides. The hinge stands for where a processor stops being bound by reading weights. Squares of relative
+errors are least, old steps fade, and a prior that does not keeps what the steps at hand do not tell apart.
+
+Only proportions decide, but a machine that is shared or throttled may be twice as slow a minute later. So seconds are
+divided by the machine's pace of the moment, which follows quickly: how long a step took over how long it was expected
+to.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+_HINGE_ROWS = 16
+_PACE_GAIN = 0.3  # how far one step moves the pace towards what it shows
+_LARGEST_SURPRISE = 2.0  # what differs more from what was expected is taken for that
+_MEMORY = 0.995  # of a step after one more
+# Coefficients in units of a lone request's plain step, and how many steps' worth of trust each has: a CPU of two cores
+# with SmolLM2-135M.
+_VERIFY_PRIOR, _VERIFY_TRUST = (0.85, 0.06, 0.02, 0.03), (0.2, 20.0, 20.0, 10.0)
+_DRAFT_PRIOR, _DRAFT_TRUST = (0.22, 0.05, 0.007), (0.5, 10.0, 200.0)
+_LEAST_SHARE = 0.05  # of the unit: no step is cheaper
+
+
+class RowCosts:
+    """Expected seconds of steps. Before the first measurement in arbitrary but consistent units."""
+
+    def __init__(self) -> None:
+        self._verify = _Fit(_VERIFY_PRIOR, _VERIFY_TRUST)
+        self._draft = _Fit(_DRAFT_PRIOR, _DRAFT_TRUST)
+        self._unit_s = 0.0  # of a lone plain step, from the first measurement; 0 until there is one
+        self._pace = 1.0
+
+    @property
+    def known(self) -> bool:
+        """Whether anything was measured."""
+        return self._unit_s > 0
+
+    def observe_verify(self, batch_size: int, num_tokens: int, seconds: float) -> None:
+        """`num_tokens`: of the whole batch, the token that a request decodes anyway included."""
+        features = _verify_features(batch_size, num_tokens)
+        if not self._unit_s:
+            self._unit_s = seconds / self._verify.at(features)
+        self._observe(self._verify, features, seconds)
+
+    def observe_draft(self, batch_size: int, num_draft: int, seconds: float) -> None:
+        """After a verification, which knows the machine's pace."""
+        self._observe(self._draft, _draft_features(batch_size, num_draft), seconds)
+
+    def verify_s(self, batch_size: int, num_tokens: int) -> float:
+        return self._scale * self._verify.at(_verify_features(batch_size, num_tokens))
+
+    def draft_s(self, batch_size: int, num_draft: int) -> float:
+        if num_draft == 0:
+            return 0.0
+        return self._scale * self._draft.at(_draft_features(batch_size, num_draft))
+
+    def _observe(self, fit: _Fit, features: Sequence[float], seconds: float) -> None:
+        ratio = seconds / (self._scale * fit.at(features))
+        ratio = min(max(ratio, 1 / _LARGEST_SURPRISE), _LARGEST_SURPRISE)
+        fit.add(features, ratio * fit.at(features))
+        self._pace *= ratio**_PACE_GAIN
+
+    @property
+    def _scale(self) -> float:
+        return (self._unit_s or 1.0) * self._pace
+
+
+class _Fit:
+    """Linear least squares of relative errors, with a prior and fading."""
+
+    def __init__(self, prior: Sequence[float], trust: Sequence[float]) -> None:
+        self._trust = np.diag(np.asarray(trust, dtype=np.float64))
+        self._moment = self._trust @ np.asarray(prior, dtype=np.float64)
+        self._seen = np.zeros_like(self._trust)
+        self._seen_moment = np.zeros_like(self._moment)
+        self._coefficients: npt.NDArray[np.floating] = np.asarray(prior, dtype=np.float64)
+
+    def add(self, features: Sequence[float], value: float) -> None:
+        row = np.asarray(features, dtype=np.float64) / value
+        self._seen = self._seen * _MEMORY + np.outer(row, row)
+        self._seen_moment = self._seen_moment * _MEMORY + row
+        self._coefficients = np.linalg.solve(self._trust + self._seen, self._moment + self._seen_moment)
+
+    def at(self, features: Sequence[float]) -> float:
+        return max(float(self._coefficients @ np.asarray(features)), _LEAST_SHARE)
+
+
+def _verify_features(batch_size: int, num_tokens: int) -> tuple[float, ...]:
+    return 1.0, float(num_tokens), float(max(num_tokens - _HINGE_ROWS, 0)), float(batch_size)
+
+
+def _draft_features(batch_size: int, num_draft: int) -> tuple[float, ...]:
+    return 1.0, float(batch_size), float(batch_size * num_draft)

@@ -1,0 +1,70 @@
+"""Costs fitted over all steps: right where measured, sensible where not, and steady under noise and a changing pace."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from drafter.row_costs import RowCosts
+
+
+def verify_s(batch: int, tokens: int) -> float:
+    return 0.03 + 0.0011 * tokens + 0.0008 * max(tokens - 16, 0) + 0.001 * batch
+
+
+def draft_s(batch: int, num_draft: int) -> float:
+    return 0.004 + 0.002 * batch + 0.0003 * batch * num_draft
+
+
+def measured(noise: float = 0.0, slowness: float = 1.0, steps: int = 400) -> RowCosts:
+    costs, rng = RowCosts(), random.Random(1)
+    for step in range(steps):
+        batch, num_draft = rng.choice([1, 2, 4, 8]), rng.randint(0, 7)
+        factor = math.exp(rng.gauss(0.0, noise)) * (slowness if step > steps // 2 else 1.0)
+        verified = rng.randint(0, batch * num_draft)
+        costs.observe_verify(batch, batch + verified, factor * verify_s(batch, batch + verified))
+        if num_draft:
+            costs.observe_draft(batch, num_draft, factor * draft_s(batch, num_draft))
+    return costs
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.15])
+def test_steps_like_those_measured_are_expected_rightly(noise: float) -> None:
+    costs = measured(noise)
+    one = costs.verify_s(8, 8)
+    for batch, tokens in ((1, 1), (1, 8), (4, 12), (8, 24), (8, 64)):
+        assert costs.verify_s(batch, tokens) / one == pytest.approx(
+            verify_s(batch, tokens) / verify_s(8, 8), rel=0.12
+        )
+    assert costs.draft_s(8, 7) / one == pytest.approx(draft_s(8, 7) / verify_s(8, 8), rel=0.15)
+    assert costs.draft_s(8, 0) == 0.0
+
+
+def test_a_slower_machine_changes_no_proportion() -> None:
+    at_speed, slowed = measured(), measured(slowness=3.0)
+    assert slowed.verify_s(4, 16) / at_speed.verify_s(4, 16) == pytest.approx(3.0, rel=0.1)
+    for tokens in (4, 32):
+        assert slowed.verify_s(4, tokens) / slowed.verify_s(4, 16) == pytest.approx(
+            at_speed.verify_s(4, tokens) / at_speed.verify_s(4, 16), rel=0.1
+        )
+
+
+def test_a_hiccup_moves_little() -> None:
+    costs = measured()
+    before = costs.verify_s(8, 24) / costs.verify_s(8, 8)
+    costs.observe_verify(8, 24, 50.0)
+    assert costs.verify_s(8, 24) / costs.verify_s(8, 8) == pytest.approx(before, rel=0.05)
+
+
+def test_one_measurement_gives_every_step_a_price() -> None:
+    costs = RowCosts()
+    assert not costs.known
+    costs.observe_verify(1, 1, 0.05)
+    assert costs.known
+    assert costs.verify_s(1, 1) == pytest.approx(0.05)
+    prices = [costs.verify_s(8, tokens) for tokens in range(8, 65)]
+    assert prices == sorted(prices)
+    assert prices[0] > 0.05
+    assert 0 < costs.draft_s(1, 7) < costs.draft_s(8, 7)
