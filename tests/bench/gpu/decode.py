@@ -1,10 +1,11 @@
 """Decode steps of an 8B shape with a drafter of blocks of 16: draft, verify and what the host adds, by batch.
 
-    python -m tests.bench.gpu.decode [--batches 1 8 32 128] [--context 2048] [--vocab 151936] [--layers 36]
+    python -m tests.bench.gpu.decode [--batches 1 8 32 128] [--context 2048] [--vocab 151936] [--layers 36] [--kernels]
 
 Floor of a forward: its weights and the keys and values that it reads over the copy bandwidth of this run, or its
 operations over the GEMM rate of this run, whichever is longer. `draft` and `verify` are graphs replayed back to back;
-`step` is wall time of the engine's decode loop, and what neither graph explains of it is the host's gap.
+`step` is wall time of the engine's decode loop, and what neither graph explains of it is the host's gap. `--kernels`
+adds where each graph's time goes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from kvmanager.ids import RequestId
 from tests.bench.gpu import limits, shape8b
 from tests.bench.gpu.figures import report
+from tests.bench.gpu.kernels import report_kernels
 from tests.bench.gpu.shape8b import BLOCK, HEAD_DIM, HEADS, Shape
 from workers.assembly import Assembly, build
 from workers.config import FixedPages, PairSpec, WorkerConfig
@@ -33,6 +35,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=shape8b.VOCAB)
     parser.add_argument("--layers", type=int, default=shape8b.LAYERS)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--kernels", action="store_true")
     options = parser.parse_args()
     shape = Shape(num_layers=options.layers, vocab_size=options.vocab)
     report("copy", "", limits.copy_bytes_per_s() / 1e12, "TB/s")
@@ -42,7 +45,7 @@ def main() -> None:
     with torch.inference_mode():
         sequences = [occupy(assembly, index, options.context) for index in range(max(options.batches))]
         for batch in options.batches:
-            measure(assembly, sequences[:batch], shape, options.context, options.steps)
+            measure(assembly, sequences[:batch], shape, options)
 
 
 def config(batch: int, max_seq_len: int) -> WorkerConfig:
@@ -77,8 +80,9 @@ def occupy(assembly: Assembly, index: int, context: int) -> Sequence:
     )
 
 
-def measure(assembly: Assembly, sequences: list[Sequence], shape: Shape, context: int, steps: int) -> None:
+def measure(assembly: Assembly, sequences: list[Sequence], shape: Shape, options: argparse.Namespace) -> None:
     batch, decode = len(sequences), assembly.engine.decode
+    context, steps = options.context, options.steps
     step = decode._step
     for _ in range(3):
         step.run(sequences, BLOCK - 1)
@@ -105,6 +109,9 @@ def measure(assembly: Assembly, sequences: list[Sequence], shape: Shape, context
     report("decode: step", batch, step_s * 1e3, "ms", (draft_s + verify_s) * 1e3)
     report("decode: step without bookkeeping", batch, run_s * 1e3, "ms", (draft_s + verify_s) * 1e3)
     report("decode gap of step", batch, (step_s - draft_s - verify_s) * 1e3, "ms", step_s * 1e3)
+    if options.kernels:
+        report_kernels("verify kernels", batch, verify.graph)
+        report_kernels("draft kernels", batch, draft.graph)
 
 
 def verify_floor_s(shape: Shape, batch: int, context: int) -> float:

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-NOT_BENCHES = frozenset({"figures", "limits", "shape8b", "suite", "worker"})
+NOT_BENCHES = frozenset({"figures", "kernels", "limits", "shape8b", "suite", "worker"})
 FIRST = ("transfer",)
 
 
