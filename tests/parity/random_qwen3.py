@@ -42,13 +42,13 @@ def write_target(path: Path, vocab_size: int) -> Any:
     return target
 
 
-def randomized(drafter: Any) -> Any:
-    """A reference's drafter in float64, matrices around 0 and norms around 1."""
+def randomized(model: Any) -> Any:
+    """The model in float64, matrices around 0 and norms around 1."""
     torch.manual_seed(3)
-    drafter = drafter.to(torch.float64).eval()
+    model = model.to(torch.float64).eval()
     with torch.no_grad():
-        for parameter in drafter.parameters():
+        for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
             if parameter.dim() == 1:
                 parameter.add_(1.0)
-    return drafter
+    return model

@@ -18,7 +18,7 @@ from drafter.choice import ChoiceRule
 from drafter.proposal import KeyedChoice
 from tests.drafter.plain import Paged
 from tests.parity.dflash_ours import Ours, acceptance_length, until
-from tests.parity.random_qwen3 import HIDDEN, LAYERS, randomized, small_config, write_target
+from tests.parity.random_qwen3 import HIDDEN, LAYERS, randomized, small_config
 from workers.config import PairSpec
 
 pytestmark = [
@@ -26,6 +26,7 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # the reference was written for transformers 5.15
 ]
+transformers = pytest.importorskip("transformers")
 reference = pytest.importorskip("dflash.model")
 
 BLOCK = 6
@@ -121,14 +122,16 @@ def reference_block(
 
 
 def test_whole_answers_have_the_references_tokens_and_accept_the_same_in_every_step(
-    drafter: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reference shortens its block near max_tokens and we do not, so both run on and are cut before the end."""
     monkeypatch.setattr(reference, "_cuda_time", lambda: 0.0)
-    model, path = drafter
-    target = write_target(tmp_path / "target", VOCAB)
+    model = reference_of(SIZES["as published"])
+    target = randomized(transformers.Qwen3ForCausalLM(small_config(VOCAB)))
+    model.save_pretrained(tmp_path / "drafter")
+    target.save_pretrained(tmp_path / "target")
     ours = Ours(
-        PairSpec(name="parity", target=str(tmp_path / "target"), drafter=str(path)),
+        PairSpec(name="parity", target=str(tmp_path / "target"), drafter=str(tmp_path / "drafter")),
         "float64",
         max_seq_len=512,
     )

@@ -109,7 +109,7 @@ def dspark(kind: str, **more: Any) -> dict[str, Any]:
 
 def dflash2(**more: Any) -> dict[str, Any]:
     """A DFlash 2 drafter for the same target, of as many drafts."""
-    sizes = {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 5, "selector_top_k": 6}
+    sizes = {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 5, "selector_top_k": 2}
     return {
         "architectures": ["DFlash2DraftModel"],
         "dflash_config": {"mask_token_id": 7, "target_layer_ids": [0], **sizes},
