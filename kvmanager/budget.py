@@ -9,6 +9,9 @@ number of tokens. What the memory holds is affine in that number:
 
 With unified pages there is one pool and one table, and its pages hold both models' bytes.
 
+A drafter with a window keeps so many positions of a request and no more, however long it is. Its pool is part of the
+intercept then: as many windows as there are slots, or as many as the budget has room for beside one full request.
+
 The drafter is sized by the runtime `max_seq_len`, as the target is, and there is no dense arena.
 """
 
@@ -56,17 +59,25 @@ class KvDemand:
 
     @property
     def bytes_per_token(self) -> int:
-        """The slope: KV bytes of one position, target and draft together."""
-        return sum(geometry.bytes_per_token for geometry in self.geometries)
+        """The slope: KV bytes of one position, target and draft together; a window's are no part of it."""
+        return sum(geometry.bytes_per_token for geometry in self.geometries if geometry.window is None)
+
+    def pages_per_request(self, geometry: KvGeometry) -> int:
+        """Pages that a request of max_seq_len, look-ahead included, holds at once, at most."""
+        return geometry.most_pages(self.limits.max_positions, self.limits.lookahead)
+
+    @property
+    def window_pages(self) -> int:
+        """Pages of the drafter's windows, one for every slot; 0 for a drafter without, whose pages grow with tokens."""
+        if self.draft is None or self.draft.window is None:
+            return 0
+        return self.limits.max_batch * self.pages_per_request(self.draft)
 
     @property
     def table_bytes(self) -> int:
         """Every pool's page table, the dummy row included."""
         rows = self.limits.max_batch + 1
-        return sum(
-            rows * geometry.pages_for(self.limits.max_positions) * TABLE_ENTRY_BYTES
-            for geometry in self.pools
-        )
+        return sum(rows * self.pages_per_request(geometry) * TABLE_ENTRY_BYTES for geometry in self.pools)
 
     @property
     def fixed_bytes(self) -> int:
@@ -79,8 +90,7 @@ class KvDemand:
     def least_bytes(self) -> int:
         """The smallest budget that starts: one request of max_seq_len, look-ahead included, in both pools."""
         return self.fixed_bytes + sum(
-            geometry.pages_for(self.limits.max_positions) * geometry.page_bytes
-            for geometry in self.geometries
+            self.pages_per_request(geometry) * geometry.page_bytes for geometry in self.geometries
         )
 
 
@@ -88,7 +98,7 @@ class KvDemand:
 class PagePlan:
     """Page counts for `KvLedger`, dummy pages included, and what they cost.
 
-    `num_tokens` fit in both pools at once.
+    `num_tokens` fit in both pools at once; a window's pool does not limit them.
     """
 
     num_target_pages: int
@@ -115,6 +125,8 @@ def plan_from_memory(demand: KvDemand, budget_bytes: int) -> PagePlan:
             f"(+ {demand.limits.lookahead} look-ahead) needs {demand.least_bytes} B: {_account(demand)}; "
             f"{_what_would_fit(demand, budget_bytes)}"
         )
+    if demand.draft is not None and demand.window_pages:
+        return _plan_windows(demand, demand.draft, budget_bytes)
     num_tokens = (budget_bytes - demand.fixed_bytes) // demand.bytes_per_token
     target_pages = num_tokens // demand.target.page_size
     if demand.draft is None or demand.unified:
@@ -134,12 +146,19 @@ def plan_from_memory(demand: KvDemand, budget_bytes: int) -> PagePlan:
     return plan_from_pages(demand, num_target_pages=target_pages + 1, num_draft_pages=draft_pages + 1)
 
 
+def _plan_windows(demand: KvDemand, draft: KvGeometry, budget_bytes: int) -> PagePlan:
+    spare = budget_bytes - demand.fixed_bytes
+    least_target_bytes = demand.pages_per_request(demand.target) * demand.target.page_bytes
+    draft_pages = min(demand.window_pages, (spare - least_target_bytes) // draft.page_bytes)
+    target_pages = (spare - draft_pages * draft.page_bytes) // demand.target.page_bytes
+    return plan_from_pages(demand, num_target_pages=target_pages + 1, num_draft_pages=draft_pages + 1)
+
+
 def plan_from_pages(demand: KvDemand, *, num_target_pages: int, num_draft_pages: int) -> PagePlan:
     """Price explicit page counts, dummy pages included. Unified pages count as target pages.
 
     BudgetInfeasible for counts that do not hold one request of max_seq_len.
     """
-    positions = demand.limits.max_positions
     counts = [("target", demand.target, num_target_pages)]
     if demand.draft is not None and not demand.unified:
         counts.append(("draft", demand.draft, num_draft_pages))
@@ -150,7 +169,7 @@ def plan_from_pages(demand: KvDemand, *, num_target_pages: int, num_draft_pages:
     elif num_draft_pages:
         raise BudgetInfeasible(f"{num_draft_pages} draft pages were asked for, but there is no drafter")
     for name, geometry, num_pages in counts:
-        need = geometry.pages_for(positions) + 1
+        need = demand.pages_per_request(geometry) + 1
         if num_pages < need:
             raise BudgetInfeasible(
                 f"{num_pages} {name} pages of {geometry.page_size} tokens were asked for, but max_seq_len "
@@ -163,7 +182,11 @@ def plan_from_pages(demand: KvDemand, *, num_target_pages: int, num_draft_pages:
     return PagePlan(
         num_target_pages=num_target_pages,
         num_draft_pages=num_draft_pages,
-        num_tokens=min((num_pages - 1) * geometry.page_size for _, geometry, num_pages in counts),
+        num_tokens=min(
+            (num_pages - 1) * geometry.page_size
+            for _, geometry, num_pages in counts
+            if geometry.window is None
+        ),
         target_bytes=num_target_pages * demand.target.page_bytes,
         draft_bytes=draft_bytes,
         table_bytes=demand.table_bytes,
@@ -172,10 +195,12 @@ def plan_from_pages(demand: KvDemand, *, num_target_pages: int, num_draft_pages:
 
 
 def _account(demand: KvDemand) -> str:
-    draft = demand.draft.bytes_per_token if demand.draft is not None else 0
+    draft = f"{demand.draft.bytes_per_token if demand.draft is not None else 0} for the drafter"
+    if demand.draft is not None and demand.draft.window is not None:
+        draft += f" ({demand.pages_per_request(demand.draft)} pages of a window of {demand.draft.window})"
     dummies = demand.fixed_bytes - demand.table_bytes - demand.staging_bytes
     return (
-        f"{demand.target.bytes_per_token} B per token for the target, {draft} for the drafter, "
+        f"{demand.target.bytes_per_token} B per token for the target, {draft}, "
         f"{dummies} B of dummy pages, {demand.table_bytes} B of tables, {demand.staging_bytes} B of staging"
     )
 

@@ -2,9 +2,12 @@
 
 A standalone block drafter has its own geometry, and all that its pool needs of the target's is the same slots: both
 forms serve it, on one worker, split in two roles, and with attention data parallelism, where a rank holds whole
-requests and so their drafter's pages too. The layers of the other families are shaped like the target's, are written by
+requests and so their drafter's pages too. The layers of MTP and EAGLE are shaped like the target's, are written by
 the target's own forward pass and are addressed by its page table: a second pool would have to be kept equal to the
 first by hand, page for page, in every mode. They belong in the target's pages.
+
+An embedded block drafter (`mtp.N` stages in the target's checkpoint) keeps a window of the context and frees what lies
+behind it. The target keeps everything, so the two cannot share pages: a pool of its own, with the target's slots.
 
 The table is the only place that knows. A family that is not in it is refused, not guessed.
 """
@@ -19,6 +22,7 @@ from kvmanager.layout import DraftKv
 ServingMode = Literal["aggregated", "split", "attention_dp"]
 
 _BOTH: frozenset[DraftKv] = frozenset({"mirrored", "unified"})
+_MIRRORED: frozenset[DraftKv] = frozenset({"mirrored"})
 _UNIFIED: frozenset[DraftKv] = frozenset({"unified"})
 
 
@@ -30,7 +34,7 @@ DRAFT_KV_FORMS: dict[str, dict[ServingMode, frozenset[DraftKv]]] = {
     "dflash": _everywhere(_BOTH),
     "dflash2": _everywhere(_BOTH),
     "dspark": _everywhere(_BOTH),
-    "dspark_embedded": _everywhere(_UNIFIED),  # mtp.N stages inside the target's checkpoint
+    "dspark_embedded": _everywhere(_MIRRORED),
     "mtp": _everywhere(_UNIFIED),
     "eagle3": _everywhere(_UNIFIED),
 }

@@ -9,6 +9,13 @@ one run. A drafter's KV has a pool of its own (`mirrored`) or lies behind the ta
 
     [target: layer, K|V, kv_head, position, head_dim][draft: layer, K|V, kv_head, position, head_dim]
 
+KV with a window keeps the last positions of a request only: of a context of `length` tokens, those from
+length - window on. A request then holds the pages of these and of its look-ahead, however long it is:
+
+    positions   0 ....... 15 | 16 ...... 31 | 32 ...... 47 | 48 ...... 63 | 64 ...        page_size 16, window 20
+    length 40                | from 20 on: page 1 .. | ... look-ahead
+    length 52                               | from 32 on: page 2 .. | ... look-ahead       page 1 has been freed
+
 Attention reads one layer at a time through a buffer whose dim 0 a page table points into. Two such views of a
 layer are in use. They differ in what one step of dim 0 is, and so in how a page id becomes a table entry:
 
@@ -32,7 +39,8 @@ PoolLayout = Literal["strided", "dense"]
 class KvGeometry:
     """Sizes of one model's KV on one rank.
 
-    `num_kv_heads` counts this rank's heads; `element_bytes` is the dtype's size.
+    `num_kv_heads` counts this rank's heads; `element_bytes` is the dtype's size. `window`: how many positions before
+    the next token are read, and kept; None: all.
     """
 
     num_layers: int
@@ -40,10 +48,11 @@ class KvGeometry:
     head_dim: int
     page_size: int
     element_bytes: int
+    window: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "num_kv_heads", "head_dim", "page_size", "element_bytes"):
-            if getattr(self, name) < 1:
+        for name in ("num_layers", "num_kv_heads", "head_dim", "page_size", "element_bytes", "window"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise InvalidCount(name, getattr(self, name), 1)
 
     @property
@@ -61,6 +70,22 @@ class KvGeometry:
             raise InvalidCount("num_tokens", num_tokens, 0)
         return -(-num_tokens // self.page_size)
 
+    def first_position(self, length: int) -> int:
+        """The first position that is still read when the context is `length` tokens long; 0 without a window."""
+        return 0 if self.window is None else max(length - self.window, 0)
+
+    def first_page(self, length: int) -> int:
+        """The page of `first_position`: those before it are nobody's."""
+        return self.first_position(length) // self.page_size
+
+    def most_pages(self, num_positions: int, lookahead: int) -> int:
+        """Pages that a request of `num_positions`, of them `lookahead` behind its context, holds at once, at most."""
+        pages = self.pages_for(num_positions)
+        if self.window is None:
+            return pages
+        # The window begins anywhere in its first page, at worst in its last position.
+        return min(pages, self.pages_for(self.window + lookahead + self.page_size - 1))
+
     def pool_shape(self, num_pages: int) -> tuple[int, ...]:
         """[num_pages, num_layers, 2, num_kv_heads, page_size, head_dim]"""
         return (num_pages, self.num_layers, 2, self.num_kv_heads, self.page_size, self.head_dim)
@@ -77,6 +102,11 @@ class KvGeometry:
 
 def require_unifiable(target: KvGeometry, draft: KvGeometry) -> None:
     """Raise LayoutRefused unless both models' KV can share pages."""
+    if draft.window is not None:
+        raise LayoutRefused(
+            f"a drafter that keeps a window of {draft.window} positions cannot share pages with a target that keeps "
+            "all: use draft_kv = mirrored"
+        )
     for name, word in (("page_size", "page size"), ("element_bytes", "element size")):
         ours, theirs = getattr(target, name), getattr(draft, name)
         if ours != theirs:

@@ -103,15 +103,24 @@ class KvLedger:
         self._managers: tuple[KvManager, ...] = (
             (self.target,) if self._mirror is None else (self.target, self._mirror)
         )
+        self._windowed = self._mirror if draft is not None and draft.window is not None else None
         self._leases = LeaseBook()
         self._cache: PrefixCache | None = None
+        if prefix_cache and draft is not None and draft.page_size != target.page_size:
+            raise LayoutRefused(
+                "target and draft pages are cached together, so they must hold equally many tokens: "
+                f"{target.page_size} and {draft.page_size}"
+            )
+        # A window's pages are not cached: a hit ends before it, see `kvmanager.prefix.shareable`.
+        cached = [manager for manager in self._managers if manager.geometry.window is None]
+        self._cached: tuple[KvManager, ...] = tuple(cached)
         if prefix_cache:
-            if draft is not None and draft.page_size != target.page_size:
-                raise LayoutRefused(
-                    "target and draft pages are cached together, so they must hold equally many tokens: "
-                    f"{target.page_size} and {draft.page_size}"
-                )
-            self._cache = PrefixCache([manager.pool for manager in self._managers])
+            self._cache = PrefixCache([manager.pool for manager in cached])
+
+    @property
+    def draft_window(self) -> int | None:
+        """How many positions of context the drafter keeps; None: all, or there is no drafter."""
+        return self.draft.geometry.window if self.draft is not None else None
 
     @property
     def draft_kv(self) -> DraftKv | None:
@@ -133,28 +142,42 @@ class KvLedger:
             manager.can_ever_fit(num_tokens)
 
     def reserve(
-        self, request: RequestId, num_tokens: int, prefix: Sequence[PageKey] = (), *, spare_pages: int = 0
+        self,
+        request: RequestId,
+        num_tokens: int,
+        prefix: Sequence[PageKey] = (),
+        *,
+        num_prompt_tokens: int = 0,
+        spare_pages: int = 0,
     ) -> SlotId:
         """Bind the same slot in both managers and take pages for `num_tokens` + look-ahead positions.
 
         Pages of `prefix` (see `shareable`) that are cached become the request's first pages, and its length
-        starts behind them. `spare_pages` must remain free in each pool, for those who may grow. Raises TooLong
+        starts behind them. Of `num_prompt_tokens` a drafter with a window keeps the last only, from the start, and no
+        hit reaches into them. `spare_pages` must remain free in each pool, for those who may grow. Raises TooLong
         when it can never fit, SlotsExhausted or PoolExhausted when it does not fit now, RequestExists.
         """
         self.can_ever_fit(num_tokens)
-        cache = self._cache
+        cache, windowed = self._cache, self._windowed
+        first_page = 0
+        if windowed is not None:
+            first_page = windowed.geometry.first_page(min(num_prompt_tokens, num_tokens))
+            first_position = first_page * windowed.geometry.page_size
+            prefix = prefix[: first_position // self.target.geometry.page_size]
         hits = prefix[: cache.match(prefix)] if cache is not None else ()
         evictable = cache.num_idle - cache.num_idle_among(hits) if cache is not None else 0
-        for manager in self._managers:
+        for manager in self._cached:
             manager.can_take(request, num_tokens, shared=len(hits), evictable=evictable - spare_pages)
+        if windowed is not None:  # its pages return as its window moves on: it needs no spare ones
+            windowed.can_take(request, num_tokens, first_page=first_page)
         try:
             shared: list[tuple[PageId, ...]] = [()] * len(self._managers)
             if cache is not None:
-                shared = cache.share(hits, RequestOwner(request))
-                cache.evict([m.num_pages_for(num_tokens) - len(hits) for m in self._managers])
+                shared[: len(self._cached)] = cache.share(hits, RequestOwner(request))
+                cache.evict([m.num_pages_for(num_tokens) - len(hits) for m in self._cached])
             slot = self.target.bind(request, num_tokens, shared[0])
             if self._mirror is not None:
-                self._mirror.bind(request, num_tokens, shared[1])
+                self._mirror.bind(request, num_tokens, shared[1], first_page)
         except BaseException:  # an interrupt between the two managers must not leave half a request
             self.free(request)
             raise
@@ -170,9 +193,9 @@ class KvLedger:
         cache = self._cache
         evictable = cache.num_idle if cache is not None else 0
         for manager in self._managers:
-            manager.can_grow(request, num_tokens, evictable=evictable)
+            manager.can_grow(request, num_tokens, evictable=evictable if manager in self._cached else 0)
         if cache is not None:
-            cache.evict([manager.num_pages_to_grow(request, num_tokens) for manager in self._managers])
+            cache.evict([manager.num_pages_to_grow(request, num_tokens) for manager in self._cached])
         # An interrupt between the two leaves the drafter's pages behind the target's; the next call adds them.
         for manager in self._managers:
             manager.grow(request, num_tokens)
@@ -203,20 +226,29 @@ class KvLedger:
             draft=self._mirror.pages(request) if self._mirror is not None else (),
         )
 
+    def pages_between(self, request: RequestId, first_position: int, end_position: int) -> RequestPages:
+        """Those of the request's pages that hold any of these positions; of a window's, as far as they exist."""
+        mirror = self._mirror
+        return RequestPages(
+            target=self.target.pages_between(request, first_position, end_position),
+            draft=mirror.pages_between(request, first_position, end_position) if mirror is not None else (),
+        )
+
     def commit(self, request: RequestId, length: int) -> None:
         """Declare positions 0 .. length - 1 written and final, for target and drafter at once.
 
         Raises UnknownRequest, SlotReleased, and CommitRefused for a length that shrinks or passes what was
-        reserved.
+        reserved; for a drafter with a window also what `KvManager.can_commit` says.
         """
-        # The managers agree on capacity, length and slot: what the first lets pass, the second does too.
-        for manager in self._managers:
-            manager.commit(request, length)
+        self.commit_all((request,), (length,))
 
     def commit_all(self, requests: Sequence[RequestId], lengths: Sequence[int]) -> None:
         """`commit` of all of them: what a decode step does. An error, as `commit` raises it, changes none."""
-        # What the target's manager lets pass, the drafter's does too; see `commit`.
+        # The managers agree on capacity, length and slot: what the first lets pass, the second does too, unless it has
+        # a window to move.
         self.target.can_commit(requests, lengths)
+        if self._windowed is not None:
+            self._windowed.can_commit(requests, lengths)
         for manager in self._managers:
             manager.set_lengths(requests, lengths)
 
@@ -239,7 +271,7 @@ class KvLedger:
         is valid: a request that computed no draft context must not call this. Raises UnknownRequest.
         """
         full_pages = self.length(request) // self.target.geometry.page_size
-        pages = [manager.pages(request)[:full_pages] for manager in self._managers]
+        pages = [manager.pages(request)[:full_pages] for manager in self._cached]
         return self._cache.insert(keys, pages) if self._cache is not None else 0
 
     def num_cached(self, keys: Sequence[PageKey]) -> int:
@@ -308,6 +340,7 @@ class KvLedger:
     def usage(self) -> LedgerUsage:
         mirror = self._mirror
         cached = self._cache.num_idle if self._cache is not None else 0
+        cached_drafts = cached if self._windowed is None else 0
         return LedgerUsage(
             requests=self.target.num_requests,
             slots_in_use=self.target.slots.num_in_use,
@@ -315,8 +348,8 @@ class KvLedger:
             draft_slots_in_use=self._num_draft_slots(),
             target_pages_in_use=self.target.pool.num_in_use - cached,
             target_pages_free=self.target.pool.num_free + cached,
-            draft_pages_in_use=mirror.pool.num_in_use - cached if mirror is not None else 0,
-            draft_pages_free=mirror.pool.num_free + cached if mirror is not None else 0,
+            draft_pages_in_use=mirror.pool.num_in_use - cached_drafts if mirror is not None else 0,
+            draft_pages_free=mirror.pool.num_free + cached_drafts if mirror is not None else 0,
             leases=len(self._leases),
             cached_pages=cached,
         )

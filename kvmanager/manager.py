@@ -4,6 +4,10 @@ Life of a request here: bound (pages taken, row filled) -> length committed step
 a transfer -> slot released -> freed. The pages return to the pool when the request and every transfer have
 let go.
 
+Of a model with a window (`KvGeometry.window`) a request holds the pages of its window and its look-ahead only. They
+begin with the page that the first committed length will read; each commit frees the pages that fall behind, once, and
+takes as many ahead, so that a request which runs never lacks one.
+
 The target's manager chooses slots. The drafter's manager has a pool and pages of its own but mirrors every
 slot: a request has the same slot in both, always.
 """
@@ -54,11 +58,16 @@ class BatchLimits:
 
 @dataclass(slots=True)
 class _Held:
-    """What one request holds. `length` positions are written and final; `capacity` positions are reserved."""
+    """What one request holds. `length` positions are written and final; `capacity` positions are reserved.
+
+    `pages` are those from the request's page `first_page` on, which was `opening_page` when it was bound.
+    """
 
     pages: tuple[PageId, ...]
     length: int
     capacity: int
+    opening_page: int = 0
+    first_page: int = 0
 
 
 class KvManager:
@@ -69,7 +78,7 @@ class KvManager:
         self.limits = limits
         self.name = name
         self.pool = PagePool(num_pages, name)
-        self.slots = SlotTable(limits.max_batch, geometry.pages_for(limits.max_positions))
+        self.slots = SlotTable(limits.max_batch, geometry.most_pages(limits.max_positions, limits.lookahead))
         self._held: dict[RequestId, _Held] = {}
 
     @property
@@ -82,9 +91,10 @@ class KvManager:
         """int32 [max_batch + 1, max_pages_per_slot]; row `max_batch` is the dummy slot. Read, never write."""
         return self.slots.table
 
-    def num_pages_for(self, num_tokens: int) -> int:
-        """Pages that a reservation of `num_tokens` takes, look-ahead included."""
-        return self.geometry.pages_for(num_tokens + self.limits.lookahead)
+    def num_pages_for(self, num_tokens: int, first_page: int = 0) -> int:
+        """Pages that a reservation of `num_tokens` takes from its page `first_page` on, look-ahead included."""
+        pages = self.geometry.pages_for(num_tokens + self.limits.lookahead) - first_page
+        return pages if self.geometry.window is None else min(pages, self.slots.max_pages)
 
     def can_ever_fit(self, num_tokens: int) -> None:
         """Raise TooLong when this pool could not hold the request even if it were empty."""
@@ -94,23 +104,26 @@ class KvManager:
                 num_tokens, need, self.pool.num_usable, f"the size of the {self.name} pool", "pages"
             )
 
-    def can_take(self, request: RequestId, num_tokens: int, *, shared: int = 0, evictable: int = 0) -> None:
+    def can_take(
+        self, request: RequestId, num_tokens: int, *, first_page: int = 0, shared: int = 0, evictable: int = 0
+    ) -> None:
         """Raise what a binding of the request would raise now, and change nothing.
 
-        `shared` of its pages exist already; `evictable` more pages can be freed for it.
+        Its pages begin with `first_page`; `shared` of them exist already; `evictable` more pages can be freed for it.
         """
         if request in self._held:
             raise RequestExists(request)
         if not self.slots.num_free:
             raise SlotsExhausted(self.limits.max_batch)
-        need = self.num_pages_for(num_tokens) - shared
+        need = self.num_pages_for(num_tokens, first_page) - shared
         free = self.pool.num_free + evictable
         if need > free:
             raise PoolExhausted(need=need, free=free, pool=self.name)
 
     def num_pages_to_grow(self, request: RequestId, num_tokens: int) -> int:
         """Pages that the request lacks for `num_tokens` and the look-ahead."""
-        return max(self.num_pages_for(num_tokens) - len(self._of(request).pages), 0)
+        held = self._of(request)
+        return max(self.num_pages_for(num_tokens, held.first_page) - len(held.pages), 0)
 
     def can_grow(self, request: RequestId, num_tokens: int, *, evictable: int = 0) -> None:
         """Raise what growing the request would raise now, and change nothing."""
@@ -148,20 +161,31 @@ class KvManager:
             ]  # raises what is true of the first without one
 
     def pages(self, request: RequestId) -> tuple[PageId, ...]:
-        """The request's pages in position order, with or without a slot."""
+        """The request's pages in position order, with or without a slot; the first is that of `first_position`."""
         return self._of(request).pages
+
+    def pages_between(self, request: RequestId, first_position: int, end_position: int) -> tuple[PageId, ...]:
+        """Those of the request's pages that hold any of these positions."""
+        held, size = self._of(request), self.geometry.page_size
+        skipped = max(first_position // size - held.first_page, 0)
+        return held.pages[skipped : max(self.geometry.pages_for(end_position) - held.first_page, 0)]
+
+    def first_positions_of(self, requests: Sequence[RequestId]) -> list[int]:
+        """The position where each request's first page, and so its row of the page table, begins."""
+        held, size = self._held, self.geometry.page_size
+        try:
+            return [held[request].first_page * size for request in requests]
+        except KeyError as missing:
+            raise UnknownRequest(missing.args[0]) from None
 
     def length(self, request: RequestId) -> int:
         """Positions 0 .. length - 1 are written and final."""
         return self._of(request).length
 
     def commit(self, request: RequestId, length: int) -> None:
-        """Set the length. CommitRefused, UnknownRequest and SlotReleased change nothing."""
-        held = self._of(request)
-        if not held.length <= length <= held.capacity:
-            raise CommitRefused(request, length, held.length, held.capacity)
-        self.slot(request)
-        held.length = length
+        """Set the length. What `can_commit` raises changes nothing."""
+        self.can_commit((request,), (length,))
+        self.set_lengths((request,), (length,))
 
     def lengths_of(self, requests: Sequence[RequestId]) -> list[int]:
         """`length` of each of them, in one call."""
@@ -172,18 +196,53 @@ class KvManager:
             raise UnknownRequest(missing.args[0]) from None
 
     def can_commit(self, requests: Sequence[RequestId], lengths: Sequence[int]) -> None:
-        """Raise what committing any of them would raise, and change nothing."""
+        """Raise what committing any of them would raise, and change nothing.
+
+        CommitRefused, UnknownRequest, SlotReleased. PoolExhausted only for a window whose next pages are missing
+        because a transfer still holds those behind it.
+        """
         for request, length in zip(requests, lengths, strict=True):
             held = self._of(request)
             if not held.length <= length <= held.capacity:
                 raise CommitRefused(request, length, held.length, held.capacity)
         self.slots_of(requests)
+        if self.geometry.window is not None:
+            self._can_slide(requests, lengths)
 
     def set_lengths(self, requests: Sequence[RequestId], lengths: Sequence[int]) -> None:
         """Lengths that `can_commit` let pass, here or in the manager that this one mirrors."""
         held = self._held
         for request, length in zip(requests, lengths, strict=True):
             held[request].length = length
+            if self.geometry.window is not None:
+                self._slide(request, held[request])
+
+    def _behind(self, held: _Held, length: int) -> tuple[tuple[PageId, ...], int]:
+        """The pages that lie behind the window of a context of this length, and how many are taken for them ahead."""
+        first_page = max(held.first_page, self.geometry.first_page(length))
+        behind = held.pages[: first_page - held.first_page]
+        kept = len(held.pages) - len(behind)
+        return behind, max(self.num_pages_for(held.capacity - self.limits.lookahead, first_page) - kept, 0)
+
+    def _can_slide(self, requests: Sequence[RequestId], lengths: Sequence[int]) -> None:
+        free = self.pool.num_free
+        for request, length in zip(requests, lengths, strict=True):
+            behind, ahead = self._behind(self._of(request), length)
+            free += sum(self.pool.num_owners(page) == 1 for page in behind)
+            if ahead > free:
+                raise PoolExhausted(need=ahead, free=free, pool=self.name)
+            free -= ahead
+
+    def _slide(self, request: RequestId, held: _Held) -> None:
+        """Free what lies behind the window, and take as many pages ahead of it as the request may need."""
+        behind, ahead = self._behind(held, held.length)
+        held.first_page = max(held.first_page, self.geometry.first_page(held.length))
+        if not behind and not ahead:
+            return
+        owner = RequestOwner(request)
+        self.pool.give_back(behind, owner)
+        held.pages = (*held.pages[len(behind) :], *self.pool.take(ahead, owner))
+        self.slots.set_pages(request, held.pages)
 
     def lease(self, request: RequestId, transfer: TransferId) -> None:
         """Make the transfer a further owner of all pages of the request."""
@@ -221,15 +280,22 @@ class KvManager:
         return held
 
     def _take_pages(
-        self, request: RequestId, num_tokens: int, shared: tuple[PageId, ...]
+        self,
+        request: RequestId,
+        num_tokens: int,
+        shared: tuple[PageId, ...],
+        length: int,
+        first_page: int = 0,
     ) -> tuple[PageId, ...]:
-        """`shared`: leading pages that the request co-owns already; their positions are written and final."""
-        taken = self.pool.take(self.num_pages_for(num_tokens) - len(shared), RequestOwner(request))
-        pages = (*shared, *taken)
+        """`shared`: leading pages that the request co-owns already; positions before `length` are written and final."""
+        count = self.num_pages_for(num_tokens, first_page) - len(shared)
+        pages = (*shared, *self.pool.take(count, RequestOwner(request)))
         self._held[request] = _Held(
             pages=pages,
-            length=len(shared) * self.geometry.page_size,
+            length=length,
             capacity=num_tokens + self.limits.lookahead,
+            opening_page=first_page,
+            first_page=first_page,
         )
         return pages
 
@@ -240,9 +306,15 @@ class KvManager:
         for request, held in self._held.items():
             if self.pool.pages_of(RequestOwner(request)) != held.pages:
                 raise LedgerCorrupt(f"request {request!r} and the {self.name} pool disagree on its pages")
-            if not 0 <= held.length <= held.capacity <= len(held.pages) * self.geometry.page_size:
+            tokens = held.capacity - self.limits.lookahead
+            enough = self.num_pages_for(tokens, held.first_page) <= len(held.pages)
+            if not 0 <= held.length <= held.capacity or not enough:
                 raise LedgerCorrupt(
                     f"request {request!r} has length {held.length} in {len(held.pages)} pages"
+                )
+            if held.first_page != max(held.opening_page, self.geometry.first_page(held.length)):
+                raise LedgerCorrupt(
+                    f"request {request!r} has length {held.length} and {self.name} pages from {held.first_page} on"
                 )
         for owner in self.pool.owners():
             if isinstance(owner, RequestOwner) and owner.request not in self._held:
@@ -268,7 +340,8 @@ class TargetKvManager(KvManager):
 
     def bind(self, request: RequestId, num_tokens: int, shared: tuple[PageId, ...] = ()) -> SlotId:
         """Take pages and a slot. The ledger has asked `can_take` of every manager before."""
-        return self.slots.assign(request, self._take_pages(request, num_tokens, shared))
+        length = len(shared) * self.geometry.page_size
+        return self.slots.assign(request, self._take_pages(request, num_tokens, shared, length))
 
 
 class DraftKvManager(KvManager):
@@ -280,10 +353,13 @@ class DraftKvManager(KvManager):
         super().__init__(geometry, num_pages, limits, "draft")
         self._target = mirrors
 
-    def bind(self, request: RequestId, num_tokens: int, shared: tuple[PageId, ...] = ()) -> SlotId:
-        """Take pages, and the slot that the target's manager gave the request."""
-        slot = self._target.slot(request)
-        self.slots.assign_slot(request, slot, self._take_pages(request, num_tokens, shared))
+    def bind(
+        self, request: RequestId, num_tokens: int, shared: tuple[PageId, ...] = (), first_page: int = 0
+    ) -> SlotId:
+        """Take pages from the request's page `first_page` on, and the slot and length that it has in the target's."""
+        slot, length = self._target.slot(request), self._target.length(request)
+        pages = self._take_pages(request, num_tokens, shared, length, first_page)
+        self.slots.assign_slot(request, slot, pages)
         return slot
 
     def check(self) -> None:

@@ -8,7 +8,7 @@ takes no part.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from kvmanager.errors import InvalidCount, LedgerCorrupt, PageAlreadyHeld, PageNotInUse, PoolExhausted
@@ -84,8 +84,11 @@ class PagePool:
 
         A stranger or a second call frees none.
         """
+        return self._end_holds(self._held.pop(owner, {}))
+
+    def _end_holds(self, pages: Iterable[PageId]) -> list[PageId]:
         freed: list[PageId] = []
-        for page in self._held.pop(owner, {}):
+        for page in pages:
             others = self._num_owners[page] - 1
             if others:
                 self._num_owners[page] = others
@@ -96,6 +99,23 @@ class PagePool:
         for run in merge_runs(freed):
             self._free.give(run)
         return freed
+
+    def give_back(self, pages: Sequence[PageId], owner: Owner) -> list[PageId]:
+        """End `owner`'s hold on these of its pages and return those that became free.
+
+        PageNotInUse for a page that it does not hold, and nothing is given back then.
+        """
+        held = self._held.get(owner, {})
+        for page in pages:
+            if page not in held:
+                raise PageNotInUse(page)
+        ended = set(pages)
+        kept = {page: None for page in held if page not in ended}
+        if kept:
+            self._held[owner] = kept
+        else:
+            self._held.pop(owner, None)
+        return self._end_holds(pages)
 
     def pages_of(self, owner: Owner) -> tuple[PageId, ...]:
         """The owner's pages in the order it took or shared them; none for a stranger."""

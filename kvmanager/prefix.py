@@ -7,7 +7,8 @@ one model pair and, when given, one tenant's salt:
 
 The drafter's context depends on the target's hidden states alone, and those on the tokens, so a prefix has one
 page in every pool (target, and draft where it has a pool of its own), and those pages are cached, hit and
-evicted together. A page is only ever cached with valid draft context: whoever inserts vouches for it.
+evicted together. A page is only ever cached with valid draft context: whoever inserts vouches for it. The one exception
+is a drafter that keeps a window: a hit never reaches into it (`shareable`), so its pool takes no part.
 
 Life of an entry: inserted by a request that wrote it -> in use while a request or a transfer owns its pages,
 its inserter included -> idle when the cache alone does -> in use again by a hit, or evicted for its pages,
@@ -57,12 +58,17 @@ def page_keys(
     return tuple(keys)
 
 
-def shareable(keys: Sequence[PageKey], num_prompt_tokens: int, page_size: int) -> tuple[PageKey, ...]:
+def shareable(
+    keys: Sequence[PageKey], num_prompt_tokens: int, page_size: int, window: int | None = None
+) -> tuple[PageKey, ...]:
     """The pages that a prompt may take from the cache: not the one of its last token.
 
-    That token is always computed, because the logits behind it choose the first new token.
+    That token is always computed, because the logits behind it choose the first new token. A drafter that keeps a
+    window has pages of nothing else, so none are cached for it: the last `window` tokens are computed, which brings
+    its whole context back, and everything before them may be taken.
     """
-    return tuple(keys[: (num_prompt_tokens - 1) // page_size])
+    computed = max(window or 1, 1)
+    return tuple(keys[: max(num_prompt_tokens - computed, 0) // page_size])
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ How long a sequence the checkpoint advertises is not read: pools are sized by th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvmanager.errors import ConfigFieldError
@@ -34,6 +34,8 @@ ELEMENT_BYTES = {
 }
 DEFAULT_DTYPE = "bfloat16"
 DEFAULT_BLOCK_SIZE = 16
+EMBEDDED_WINDOW = 128
+"""Positions of context that a drafter inside its target's checkpoint keeps, unless `dspark_window_size` says so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +44,8 @@ class KvShape:
 
     `latent_dim` is 0 for ordinary K and V; else the width of the one vector that stands for both, and
     `num_kv_heads` and `head_dim` are 0. `block_size` is None for a config that names no draft block;
-    `verify_width` tokens are verified in a step of one: its drafts and the token before them.
+    `verify_width` tokens are verified in a step of one: its drafts and the token before them. `window`: positions of
+    context that are kept; None: all.
     """
 
     num_layers: int
@@ -53,6 +56,7 @@ class KvShape:
     block_size: int | None
     verify_width: int | None
     notes: tuple[str, ...] = ()
+    window: int | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> KvShape:
@@ -87,6 +91,13 @@ class KvShape:
             notes=tuple(notes),
         )
 
+    @classmethod
+    def embedded(cls, config: Mapping[str, Any], num_stages: int) -> KvShape:
+        """The drafter inside a target whose config.json this is: layers of the target's shape, and a window."""
+        window = _Fields(config).optional("dspark_window_size") or EMBEDDED_WINDOW
+        note = f"{num_stages} stages in the target's checkpoint, a window of {window} positions of context"
+        return replace(cls.from_config(config), num_layers=num_stages, window=window, notes=(note,))
+
     def geometry(self, *, page_size: int, tensor_parallel: int, dtype: str | None = None) -> KvGeometry:
         """The KV of one of `tensor_parallel` ranks; 1 for heads that are not divided.
 
@@ -95,14 +106,15 @@ class KvShape:
         element_bytes = ELEMENT_BYTES[dtype or self.dtype]
         if self.latent_dim:
             # A geometry counts K and V; a latent is one vector for both, so each stands for half of it.
-            return KvGeometry(self.num_layers, 1, -(-self.latent_dim // 2), page_size, element_bytes)
+            half = -(-self.latent_dim // 2)
+            return KvGeometry(self.num_layers, 1, half, page_size, element_bytes, self.window)
         if self.num_kv_heads % tensor_parallel and tensor_parallel % self.num_kv_heads:
             raise ConfigFieldError(
                 "num_key_value_heads",
                 f"{self.num_kv_heads} heads cannot be divided among {tensor_parallel} tensor-parallel ranks",
             )
         heads = max(self.num_kv_heads // tensor_parallel, 1)
-        return KvGeometry(self.num_layers, heads, self.head_dim, page_size, element_bytes)
+        return KvGeometry(self.num_layers, heads, self.head_dim, page_size, element_bytes, self.window)
 
 
 class _Fields:

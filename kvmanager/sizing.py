@@ -66,8 +66,9 @@ class Sizing:
         pools = [(self.demand.target, self.plan.num_target_pages)]
         if self.demand.draft is not None:
             pools.append((self.demand.draft, self.plan.num_draft_pages))
-        positions = self.demand.limits.max_positions
-        return min((num_pages - 1) // geometry.pages_for(positions) for geometry, num_pages in pools)
+        return min(
+            (num_pages - 1) // self.demand.pages_per_request(geometry) for geometry, num_pages in pools
+        )
 
 
 def size(request: SizingRequest) -> Sizing:

@@ -38,6 +38,10 @@ class UnifiedDraftKv:
         """See `KvManager.slots_of`."""
         return self._target.slots_of(requests)
 
+    def first_positions_of(self, requests: Sequence[RequestId]) -> list[int]:
+        """See `KvManager.first_positions_of`."""
+        return self._target.first_positions_of(requests)
+
     def length(self, request: RequestId) -> int:
         """See `KvManager.length`."""
         return self._target.length(request)

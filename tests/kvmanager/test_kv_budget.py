@@ -141,3 +141,30 @@ def test_a_plan_never_overspends_and_always_holds_one_full_request(
     )
     ledger.reserve(RequestId("full"), max_seq_len)
     ledger.check()
+
+
+def test_the_windows_of_all_slots_are_part_of_the_intercept_and_the_rest_is_the_targets() -> None:
+    windowed = replace(DEMAND, draft=replace(DRAFT, window=128))
+    # 128 positions of context and 8 of look-ahead, beginning anywhere in a page of 16, touch 10 pages at most.
+    assert windowed.window_pages == 8 * 10
+    plan = plan_from_memory(windowed, 1 << 30)
+    assert plan.num_draft_pages == 8 * 10 + 1
+    assert plan.draft_bytes == 81 * DRAFT.page_bytes
+    assert plan.table_bytes == 9 * (129 + 10) * 4
+    assert (1 << 30) - TARGET.page_bytes < plan.total_bytes <= 1 << 30
+    assert plan.num_tokens == (plan.num_target_pages - 1) * 16 > plan_from_memory(DEMAND, 1 << 30).num_tokens
+
+
+def test_a_small_budget_has_fewer_windows_and_still_one_full_request() -> None:
+    windowed = replace(DEMAND, draft=replace(DRAFT, window=128))
+    least = plan_from_memory(windowed, windowed.least_bytes)
+    assert (least.num_target_pages, least.num_draft_pages) == (129 + 1, 10 + 1)
+    some = plan_from_memory(windowed, windowed.least_bytes + 5 * DRAFT.page_bytes)
+    assert (some.num_target_pages, some.num_draft_pages) == (129 + 1, 15 + 1)
+    with pytest.raises(BudgetInfeasible, match=r"10 pages of a window of 128"):
+        plan_from_memory(windowed, windowed.least_bytes - 1)
+
+
+def test_a_prompt_shorter_than_the_window_needs_no_more_pages_than_it_has_positions() -> None:
+    short = replace(DEMAND, draft=replace(DRAFT, window=4096))
+    assert short.window_pages == 8 * 129
