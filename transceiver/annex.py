@@ -103,10 +103,10 @@ class Annex:
         source, shipped = stage.route.source, stage.route.shipped
         size = shipped.page_bytes
         staged = self._staging[stage.offset : stage.offset + stage.num_pages * size].reshape(-1, size)
-        for number in {gather.staged_page for gather in stage.gathers if gather.staged_position == 0}:
+        for number in {gather.staged_page for gather in stage.gathers}:
             filled = sum(gather.num_positions for gather in stage.gathers if gather.staged_page == number)
             if filled < shipped.page_size:
-                staged[number] = 0  # behind the prompt's end; nobody else's KV travels along
+                staged[number] = 0  # around the prompt's KV; nobody else's travels along
         views = [_positions(staged_page, shipped.parts) for staged_page in staged]
         for gather in stage.gathers:
             address = stage.source_address + gather.source_page * source.page_bytes

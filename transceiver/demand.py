@@ -1,13 +1,15 @@
 """What an incoming transfer of n tokens takes here: pages and bytes, target and draft apart. Pure.
 
 Bytes shipped are pages_for(num_tokens) * page_bytes, and nothing else: whole pages, each once, in the receiver's page
-size. A writer that has some of the heads only ships these of each page.
+size. Of KV with a window these are the pages of the last `window` tokens: (pages_for(num_tokens) -
+first_page(num_tokens)) * page_bytes. A writer that has some of the heads only ships these of each page.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvmanager.layout import KvGeometry
 from transceiver.errors import PlanError
 from transceiver.formats import Route
 from transceiver.wire import Fingerprint, Pools
@@ -25,8 +27,13 @@ def demand(fingerprint: Fingerprint, pools: Pools, num_tokens: int) -> Demand:
         raise PlanError(f"a transfer of {num_tokens} tokens")
     draft = 0
     if pools.draft is not None and fingerprint.draft is not None:
-        draft = fingerprint.draft.pages_for(num_tokens)
+        draft = pages_shipped(fingerprint.draft, num_tokens)
     return Demand(fingerprint.target.pages_for(num_tokens), draft)
+
+
+def pages_shipped(geometry: KvGeometry, num_tokens: int) -> int:
+    """Pages that hold what is read of a context of so many tokens."""
+    return geometry.pages_for(num_tokens) - geometry.first_page(num_tokens)
 
 
 def bytes_due(needed: Demand, routes: tuple[Route, Route | None], ship_draft: bool) -> tuple[int, int]:

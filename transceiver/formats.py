@@ -14,7 +14,7 @@ The staging buffer's order is the destination's own page order, so nothing is le
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kvmanager.ids import PageId
@@ -116,17 +116,23 @@ class Route:
         """Whether source pages become destination pages as they are."""
         return self.whole and not self.staged
 
-    def gathers(self, source: Sequence[PageId], first: int, end: int, num_tokens: int) -> list[Gather]:
-        """What goes into staged pages 0 .. end-first-1, which are the request's destination pages first .. end-1."""
+    def gathers(
+        self, source: Sequence[PageId], first: int, end: int, num_tokens: int, from_position: int = 0
+    ) -> list[Gather]:
+        """What goes into staged pages 0 .. end-first-1, which are the request's destination pages first .. end-1.
+
+        Positions before `from_position` are nowhere, and `source` begins with its page.
+        """
         found: list[Gather] = []
         here, there = self.source.page_size, self.shipped.page_size
+        skipped = from_position // here
         for page in range(first, end):
-            position, stop = page * there, min((page + 1) * there, num_tokens)
+            position, stop = max(page * there, from_position), min((page + 1) * there, num_tokens)
             while position < stop:
                 upto = min(stop, (position // here + 1) * here)
                 found.append(
                     Gather(
-                        source_page=source[position // here],
+                        source_page=source[position // here - skipped],
                         staged_page=page - first,
                         source_position=position % here,
                         staged_position=position % there,
@@ -192,10 +198,4 @@ def route(source: PageFormat, destination: PageFormat) -> Route:
 
 
 def _with_heads(geometry: KvGeometry, num_kv_heads: int) -> KvGeometry:
-    return KvGeometry(
-        num_layers=geometry.num_layers,
-        num_kv_heads=num_kv_heads,
-        head_dim=geometry.head_dim,
-        page_size=geometry.page_size,
-        element_bytes=geometry.element_bytes,
-    )
+    return replace(geometry, num_kv_heads=num_kv_heads)

@@ -12,7 +12,12 @@ from transceiver.errors import HandshakeRefused, VersionMismatch
 from transceiver.formats import page_formats
 from transceiver.wire import Fingerprint, HeadRange, Hello, decode_hello
 
-_GEOMETRY_WORDS = {"num_layers": "layers", "head_dim": "head dim", "element_bytes": "element bytes"}
+_GEOMETRY_WORDS = {
+    "num_layers": "layers",
+    "head_dim": "head dim",
+    "element_bytes": "element bytes",
+    "window": "context window",
+}
 
 
 def admit(ours: Hello, packed: bytes, staging_bytes: int) -> Hello:

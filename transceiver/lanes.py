@@ -1,7 +1,12 @@
 """One transfer's way through one pool: which pages have been shipped, and what the next write takes along. Pure.
 
 A transfer has a lane for the target's pool and, unless the draft pages stay at home, one for the drafter's. Pages are
-the destination's: one is shippable when the source's KV of all its prompt positions is final.
+the destination's: one is shippable when the source's KV of all its prompt positions is final. Of KV with a window only
+the last pages go, those that hold any of the last `window` prompt positions; both page lists begin with the first of
+them, each in its own page size:
+
+    positions     0 ........ 15 | 16 ....... 31 | 32 ... 40 (num_tokens = 41, window = 20)
+    page lists                  |    page [0]   |  page [1]        first_page = 1, from_position = 21
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from transceiver import plan
 from transceiver.annex import Stage, Stamp
 from transceiver.arena import Arena, Span
 from transceiver.content import TAG, PageBatch, slots
+from transceiver.demand import pages_shipped
 from transceiver.formats import Copy, Route, page_formats, route
 from transceiver.port import PageLists
 from transceiver.transport import PageMove, TagMove
@@ -38,7 +44,10 @@ class Cargo:
 
 @dataclass(slots=True)
 class Lane:
-    """`theirs` and `their_tags` are the peer's memory, `ours` is this worker's pool. `shipped` counts pages."""
+    """`theirs` and `their_tags` are the peer's memory, `ours` is this worker's pool. `shipped` counts pages.
+
+    Positions before `from_position` stay at home; `first_page` is its page in the destination's page size.
+    """
 
     route: Route
     pool: int
@@ -50,7 +59,12 @@ class Lane:
     their_tags: Region | None
     their_target_pages: int
     owner: bytes
+    from_position: int = 0
     shipped: int = 0
+
+    @property
+    def first_page(self) -> int:
+        return self.from_position // self.route.shipped.page_size
 
     @property
     def num_pages(self) -> int:
@@ -61,8 +75,9 @@ class Lane:
         return self.shipped * self.route.shipped.page_bytes
 
     def final(self, ready_position: int) -> int:
-        """Leading pages that can change no more."""
-        return plan.pages_final(ready_position, self.num_tokens, self.route.shipped.page_size)
+        """Leading pages of the list that can change no more."""
+        size = self.route.shipped.page_size
+        return max(plan.pages_final(ready_position, self.num_tokens, size) - self.first_page, 0)
 
     def load(
         self, ready_position: int, arena: Arena, staging: Region, cargo: Cargo, limit: int | None = None
@@ -84,7 +99,10 @@ class Lane:
         tags = span.offset if span is not None else 0
         pages_at = tags + (count * TAG.itemsize if self.their_tags else 0)
         if self.route.staged:
-            gathers = tuple(self.route.gathers(self.source, first, first + count, self.num_tokens))
+            start = self.first_page + first
+            gathers = tuple(
+                self.route.gathers(self.source, start, start + count, self.num_tokens, self.from_position)
+            )
             cargo.stages.append(Stage(pages_at, self.route, self.ours.address, count, gathers))
             indices = list(range(first, first + count))
             numbers, base = tuple(map(PageId, range(count))), staging.address + pages_at
@@ -97,10 +115,11 @@ class Lane:
         else:
             cargo.copies += self.route.copies(pages, numbers, ours=base, theirs=self.theirs)
         if self.their_tags is not None:
-            stamped = batch(self.owner, self.pool, self.route, base, numbers, pages, indices)
+            places = [self.first_page + index for index in indices]
+            stamped = batch(self.owner, self.pool, self.route, base, numbers, pages, places)
             cargo.stamps.append(Stamp(tags, stamped))
-            places = slots(pages, self.pool, self.their_target_pages)
-            cargo.tags.append(TagMove(staging.address + tags, places))
+            tag_slots = slots(pages, self.pool, self.their_target_pages)
+            cargo.tags.append(TagMove(staging.address + tags, tag_slots))
         self.shipped += count
 
 
@@ -151,8 +170,9 @@ def lanes(
 
     def lane(pool: int, way: Route, here: Region, there: Region) -> Lane:
         name = "target" if pool == TARGET else "draft"
-        needed_here = way.source.parts[0].geometry.pages_for(num_tokens)
-        needed_there = way.shipped.parts[0].geometry.pages_for(num_tokens)
+        geometry = way.shipped.parts[0].geometry
+        needed_here = pages_shipped(way.source.parts[0].geometry, num_tokens)
+        needed_there = pages_shipped(geometry, num_tokens)
         from_pages, to_pages = getattr(source, name), getattr(destination, name)
         plan.require_pages(f"source {name}", from_pages, needed_here, here.num_pages)
         plan.require_pages(f"destination {name}", to_pages, needed_there, there.num_pages)
@@ -167,6 +187,7 @@ def lanes(
             their_tags=theirs.pools.tags,
             their_target_pages=their_target_pages,
             owner=owner,
+            from_position=geometry.first_position(num_tokens),
         )
 
     found = [lane(TARGET, target_route, ours.pools.target, theirs.pools.target)]

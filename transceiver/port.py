@@ -50,6 +50,8 @@ class Pages:
 class SendSpec:
     """One outgoing transfer: the KV of `num_tokens` prompt positions, from our pages to the peer's.
 
+    Of a drafter with a window the page lists begin with the page of the window's first position.
+
     `ttl_s` bounds it from the next poll on. `ship_draft` False leaves the peer's draft pages as they are.
     """
 

@@ -200,7 +200,9 @@ class Receiving:
         owner = owner_of(writer, entry.spec.transfer)
 
         def pages_in(pool: int, way: Route, region: Region, pages: tuple[PageId, ...]) -> PageBatch:
-            return batch(owner, pool, way, region.address, pages, pages, range(len(pages)))
+            first = way.shipped.parts[0].geometry.first_page(entry.spec.num_tokens)
+            indices = range(first, first + len(pages))
+            return batch(owner, pool, way, region.address, pages, pages, indices)
 
         target, draft = ways
         found = [pages_in(TARGET, target, pools.target, destination.target[: entry.demand.target_pages])]

@@ -17,6 +17,7 @@ from transceiver.endpoint import Identity
 from transceiver.port import ReceiveSpec, SendSpec, TransferEvent
 from transceiver.pump import Pump, nixl_port
 from transceiver.records import Timing
+from transceiver.wire import Fingerprint
 
 TIMING = Timing(lease_s=1.2, heartbeat_s=0.2)
 NUM_PAGES = 64
@@ -38,17 +39,17 @@ class NixlWorker:
         return self._unread.popleft()
 
 
-def start(name: str, fill_seed: int | None) -> NixlWorker:
-    memory = Memory(NUM_PAGES, fill_seed)
-    identity = Identity(WorkerEpoch(name), "any", FINGERPRINT)
+def start(name: str, fill_seed: int | None, fingerprint: Fingerprint = FINGERPRINT) -> NixlWorker:
+    memory = Memory(NUM_PAGES, fill_seed, fingerprint)
+    identity = Identity(WorkerEpoch(name), "any", fingerprint)
     return NixlWorker(memory, nixl_port(identity, memory.pools, timing=TIMING))
 
 
-def serve(conn: Connection, name: str, fill_seed: int | None) -> None:
+def serve(conn: Connection, name: str, fill_seed: int | None, fingerprint: Fingerprint) -> None:
     """Answer ("hello",), ("connect", bytes), ("expect" | "open", spec), ("push", t, n), ("finish", t, handoff),
     ("wait",) → event, ("pages", pool, ids) → bytes, ("fill", byte), ("check",), ("close",).
     """
-    worker = start(name, fill_seed)
+    worker = start(name, fill_seed, fingerprint)
     port = worker.port
     while True:
         command, *arguments = conn.recv()
@@ -88,11 +89,12 @@ def serve(conn: Connection, name: str, fill_seed: int | None) -> None:
 class Peer:
     """A worker in another process, told what to do over a pipe."""
 
-    def __init__(self, fill_seed: int | None = None) -> None:
+    def __init__(self, fill_seed: int | None = None, fingerprint: Fingerprint = FINGERPRINT) -> None:
         spawn = multiprocessing.get_context("spawn")
         self.epoch = WorkerEpoch(uuid.uuid4().hex)
         self._conn, theirs = spawn.Pipe()
-        self.process = spawn.Process(target=serve, args=(theirs, self.epoch, fill_seed), daemon=True)
+        arguments = (theirs, self.epoch, fill_seed, fingerprint)
+        self.process = spawn.Process(target=serve, args=arguments, daemon=True)
         self.process.start()
 
     def tell(self, *command: object) -> None:
