@@ -1,6 +1,7 @@
 """The command `slipstream plan`: what a pair's KV takes of one rank's memory, before anything is loaded.
 
-Reads two config.json files and nothing else. Exits with 1 when the pair would not start.
+Reads two config.json files and nothing else; of a target with a drafter inside its checkpoint, the tensors' names too,
+since they alone tell how many layers it has. Exits with 1 when the pair would not start.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from drafter.embedded import is_embedded, num_stages, stage_tensors
+from drafter.errors import DrafterCheckpointError
 from kvmanager.errors import KvError
 from kvmanager.layout import KvGeometry
 from kvmanager.shape import ELEMENT_BYTES, KvShape
@@ -50,7 +53,7 @@ def plan_command(
         sizing = size(
             SizingRequest(
                 target=read_shape(model),
-                drafter=read_shape(drafter) if drafter is not None else None,
+                drafter=read_shape(drafter) if drafter is not None else read_embedded_shape(model),
                 max_seq_len=options["max_seq_len"],
                 max_batch=options["max_batch"],
                 tensor_parallel=options["tp"],
@@ -73,6 +76,30 @@ def plan_command(
 
 def read_shape(path: Path) -> KvShape:
     """The KV shape of a checkpoint, from its directory or its config.json. Raises ClickException."""
+    file, config = _read_config(path)
+    try:
+        return KvShape.from_config(config)
+    except KvError as error:
+        raise click.ClickException(f"{file}: {error}") from error
+
+
+def read_embedded_shape(path: Path) -> KvShape | None:
+    """The KV shape of the drafter inside a target; None without one. Raises ClickException."""
+    file, config = _read_config(path)
+    if not is_embedded(config):
+        return None
+    if not path.is_dir():
+        raise click.ClickException(
+            f"{file} speaks of a drafter inside the checkpoint, whose tensors tell how many layers it has: "
+            "give the checkpoint's directory, or a drafter"
+        )
+    try:
+        return KvShape.embedded(config, num_stages(path, stage_tensors(path)))
+    except (KvError, DrafterCheckpointError) as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _read_config(path: Path) -> tuple[Path, dict[str, Any]]:
     file = path / "config.json" if path.is_dir() else path
     if file.suffix == ".gguf":
         raise click.ClickException(f"{file}: plan reads a config.json; give the checkpoint's, or one like it")
@@ -84,10 +111,7 @@ def read_shape(path: Path) -> KvShape:
         raise click.ClickException(f"{file} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise click.ClickException(f"{file}: expected an object, got {type(config).__name__}")
-    try:
-        return KvShape.from_config(config)
-    except KvError as error:
-        raise click.ClickException(f"{file}: {error}") from error
+    return file, config
 
 
 def as_dict(sizing: Sizing) -> dict[str, Any]:
@@ -120,8 +144,9 @@ def as_dict(sizing: Sizing) -> dict[str, Any]:
     }
 
 
-def _pool(geometry: KvGeometry, num_pages: int) -> dict[str, int]:
+def _pool(geometry: KvGeometry, num_pages: int) -> dict[str, int | None]:
     return {
+        "window": geometry.window,
         "bytes_per_token": geometry.bytes_per_token,
         "layers": geometry.num_layers,
         "kv_heads_per_rank": geometry.num_kv_heads,

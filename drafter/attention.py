@@ -28,14 +28,21 @@ class PagedAttention(Protocol):
     """Attention over one pool of pages (the target's or the draft's)."""
 
     def plan(
-        self, page_rows: Tensor, q_lens: Sequence[int], kv_lens: Sequence[int], causal: bool
+        self,
+        page_rows: Tensor,
+        q_lens: Sequence[int],
+        kv_lens: Sequence[int],
+        causal: bool,
+        seen_from: Sequence[int] = (),
     ) -> AttentionPlan:
         """Prepare one step.
 
         page_rows: int32 [B, max_pages], each request's page ids in position order. q_lens[b]: tokens of
         request b in this step; they occupy positions kv_lens[b]-q_lens[b] .. kv_lens[b]-1. kv_lens[b]:
         positions of request b that hold keys and values once this step's are written. causal: True lets each
-        query see positions up to its own; False lets it see all kv_lens[b] of them.
+        query see positions up to its own; False lets it see all kv_lens[b] of them. seen_from[b], where given: the
+        first position that request b's queries see; those before it may never have been written. Raises
+        LayoutRefused where a back end cannot do that.
         """
 
     def write(self, layer: int, k_THD: Tensor, v_THD: Tensor, plan: AttentionPlan) -> None:

@@ -23,6 +23,7 @@ from drafter.config import DrafterConfig, check_tap
 from drafter.dflash import BlockDrafter, DraftLayerWeights, DraftWeights
 from drafter.dflash2 import RENAMED_TENSORS, added_shapes, convolutions, selector
 from drafter.dspark import head_shapes, sequential_head
+from drafter.embedded import is_embedded, num_stages, plain_name, stage_tensors
 from drafter.errors import DrafterCheckpointError, DrafterMismatch
 from drafter.layers import TORCH_OPS, LayerOps
 from drafter.linear import Linear
@@ -65,6 +66,7 @@ class TargetFacts:
 def load_drafter(path: Path, target: TargetFacts, ops: LayerOps = TORCH_OPS) -> BlockDrafter:
     """Load a drafter for `target`, in the dtype and on the device of the target's embedding.
 
+    `path`: the drafter's directory, or the target's own when the drafter is inside.
     `ops`: how that device computes what lies between matrix products.
 
     Raises DrafterConfigError (a field of config.json), DrafterMismatch (drafter and target disagree),
@@ -72,7 +74,7 @@ def load_drafter(path: Path, target: TargetFacts, ops: LayerOps = TORCH_OPS) -> 
     """
     config = read_config(path)
     check_fits(config, target)
-    tensors = _read_tensors(path)
+    tensors = _read_stages(path) if config.family == "dspark_embedded" else _read_tensors(path)
     _check_tensors(path, tensors, config)
     device, dtype = target.embed_weight.device, target.embed_weight.dtype
     token_ids = _token_ids(path, config, tensors)
@@ -112,6 +114,9 @@ def read_config(path: Path) -> DrafterConfig:
         raise DrafterCheckpointError(f"{file}: {error}") from error
     if not isinstance(raw, dict):
         raise DrafterCheckpointError(f"{file}: expected a JSON object, got {type(raw).__name__}")
+    if is_embedded(raw):
+        names = stage_tensors(path)
+        return DrafterConfig.embedded(raw, names, num_stages(path, names))
     return DrafterConfig.from_dict(raw)
 
 
@@ -173,6 +178,21 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
             with safe_open(file, framework="pt") as shard:
                 for name in shard.keys():  # noqa: SIM118 - safe_open is no mapping
                     tensors[RENAMED_TENSORS.get(name, name)] = shard.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise DrafterCheckpointError(f"{file}: cannot be read as safetensors: {error}") from error
+    return tensors
+
+
+def _read_stages(path: Path) -> dict[str, Tensor]:
+    """The drafter inside the target at `path`, under the names of a checkpoint of its own; nothing else is read."""
+    places = stage_tensors(path)
+    stages = num_stages(path, places)
+    tensors: dict[str, Tensor] = {}
+    for file in sorted({place.file for place in places.values()}):
+        try:
+            with safe_open(file, framework="pt") as shard:
+                for name in [name for name, place in places.items() if place.file == file]:
+                    tensors[plain_name(name, stages)] = shard.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise DrafterCheckpointError(f"{file}: cannot be read as safetensors: {error}") from error
     return tensors

@@ -6,11 +6,11 @@ it would leave the text right and only the acceptance low.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from drafter.dialects import Dialect, Family, read_dialect
+from drafter.dialects import Dialect, Family, embedded_dialect, read_dialect
 from drafter.errors import DrafterConfigError
 from drafter.layers import RopeError, RopeParameters
 
@@ -67,8 +67,9 @@ class DFlash2Shape:
 
 @dataclass(frozen=True, slots=True)
 class DrafterConfig:
-    """Shape of a block drafter. All attention is full, and not causal inside the block.
+    """Shape of a block drafter. Its attention is not causal inside the block, and sees the whole block.
 
+    `window`: how many positions of context before the block it sees besides, and keeps; None: all of them.
     `num_target_layers` is None in dialects that do not say. `draft_vocab_size` is smaller than `vocab_size` when
     the drafter can say only some of the target's tokens.
     """
@@ -96,6 +97,7 @@ class DrafterConfig:
     markov: MarkovShape | None = None
     confidence: ConfidenceShape | None = None
     dflash2: DFlash2Shape | None = None
+    window: int | None = None
 
     @property
     def first_slot(self) -> int:
@@ -109,7 +111,15 @@ class DrafterConfig:
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> DrafterConfig:
         """Parse a drafter's config.json. Raises DrafterConfigError naming the field."""
-        dialect = read_dialect(config)
+        return cls._parse(read_dialect(config))
+
+    @classmethod
+    def embedded(cls, config: Mapping[str, Any], tensor_names: Collection[str], stages: int) -> DrafterConfig:
+        """Parse the config.json of a target with a drafter of so many stages inside. Raises DrafterConfigError."""
+        return cls._parse(embedded_dialect(config, tensor_names, stages))
+
+    @classmethod
+    def _parse(cls, dialect: Dialect) -> DrafterConfig:
         fields = _Fields(dialect)
         _refuse_unsupported(fields)
         num_layers = fields.positive("num_hidden_layers")
@@ -151,6 +161,7 @@ class DrafterConfig:
             markov=markov,
             confidence=_confidence(fields, markov, sample_from_anchor),
             dflash2=_dflash2(fields, hidden_size, vocab_size),
+            window=_window(fields),
         )
 
 
@@ -165,7 +176,7 @@ class _Fields:
 
     def placed(self, field: str) -> str:
         """The name of a drafting field where this dialect keeps it."""
-        return self.dialect.place + field
+        return self.dialect.names.get(field, self.dialect.place + field)
 
     def flag(self, field: str) -> bool:
         value = self.get(field)
@@ -177,8 +188,9 @@ class _Fields:
         value = self.get(field)
         value = default if value is None else value
         if value is None:
-            raise DrafterConfigError(field, "missing")
+            raise DrafterConfigError(self.dialect.names.get(field, field), "missing")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            field = self.dialect.names.get(field, field)
             raise DrafterConfigError(field, f"expected a positive integer, got {value!r}")
         return value
 
@@ -220,6 +232,12 @@ def _num_target_layers(fields: _Fields) -> int | None:
     return fields.positive("num_target_layers")
 
 
+def _window(fields: _Fields) -> int | None:
+    if fields.dialect.family != "dspark_embedded":
+        return None
+    return fields.positive("window_size")
+
+
 def _draft_vocab_size(fields: _Fields, vocab_size: int) -> int:
     size = fields.positive("draft_vocab_size", default=vocab_size)
     if size > vocab_size:
@@ -231,7 +249,7 @@ def _markov(fields: _Fields, sample_from_anchor: bool) -> MarkovShape | None:
     rank = fields.get("markov_rank") or 0
     if rank == 0:
         return None
-    if fields.dialect.family != "dspark":
+    if not fields.dialect.family.startswith("dspark"):
         raise DrafterConfigError("markov_rank", f"{rank!r}: a DFlash drafter has no Markov head")
     kind = fields.get("markov_head_type")
     if kind not in get_args(MarkovKind):
@@ -344,7 +362,7 @@ def _tap_layer_ids(fields: _Fields, num_layers: int, num_target_layers: int | No
         raise DrafterConfigError(field, "missing")
     if not taps:
         raise DrafterConfigError(field, "empty")
-    first = -1 if fields.dialect.family == "dspark" else 0
+    first = 0 if fields.dialect.family.startswith("dflash") else -1
     for tap in taps:
         if isinstance(tap, bool) or not isinstance(tap, int) or tap < first:
             raise DrafterConfigError(field, f"{tap!r} is no layer: ids start at {first}")

@@ -3,6 +3,7 @@
     z-lab        DFlashDraftModel, DFlash2DraftModel: drafting fields in `dflash_config`, `block_size` in either place
     SpecForge    z-lab's layout; `projector_type` in `dflash_config` names the family, heads are described there too
     DeepSpec     Qwen3DSparkModel: all fields at the top level; embedding and output head are in the checkpoint
+    embedded     a target's own, with the drafter's fields as `dspark_*` (`drafter.embedded`)
     speculators  `speculators_model_type`: the network under `transformer_layer_config` (fields at Qwen3's defaults
                  are left out), taps as `aux_hidden_state_layer_ids`, which count the embedding's output as 0
 
@@ -12,14 +13,15 @@ A tap id here is the 0-based decoder layer whose output is read, -1 the embeddin
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from drafter.embedded import is_embedded, plain_fields
 from drafter.errors import DrafterConfigError
 
-Family = Literal["dflash", "dflash2", "dspark"]
-DialectName = Literal["z-lab", "SpecForge", "DeepSpec", "speculators"]
+Family = Literal["dflash", "dflash2", "dspark", "dspark_embedded"]
+DialectName = Literal["z-lab", "SpecForge", "DeepSpec", "speculators", "embedded"]
 
 _ARCHITECTURES: dict[str, tuple[Family, DialectName]] = {
     "DFlashDraftModel": ("dflash", "z-lab"),
@@ -79,12 +81,13 @@ _QWEN3_DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """A config.json in flat form. `place` is what stands before drafting fields in messages."""
+    """A config.json in flat form. Messages call a drafting field by what `names` says, else with `place` before it."""
 
     name: DialectName
     family: Family
     fields: Mapping[str, Any]
     place: str = ""
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_dialect(config: Mapping[str, Any]) -> Dialect:
@@ -92,7 +95,12 @@ def read_dialect(config: Mapping[str, Any]) -> Dialect:
     kind = config.get("speculators_model_type")
     if kind is not None:
         return _speculators(config, kind)
-    _refuse_embedded(config)
+    if is_embedded(config):
+        raise DrafterConfigError(
+            "dspark_block_size",
+            "this is a target with an embedded drafter (mtp.N weights), which serves no other: name it as the target, "
+            "and no drafter",
+        )
     family, name = _architecture(config)
     nested = config.get("dflash_config")
     if nested is not None and not isinstance(nested, Mapping):
@@ -125,21 +133,25 @@ def _architecture(config: Mapping[str, Any]) -> tuple[Family, DialectName]:
     return _ARCHITECTURES[named[0]]
 
 
-def _refuse_embedded(config: Mapping[str, Any]) -> None:
-    if any(field.startswith("dspark_") for field in config):
-        raise DrafterConfigError(
-            "dspark_block_size",
-            "this is a target with an embedded DSpark drafter (mtp.N weights); only drafters with a checkpoint of "
-            "their own are supported",
-        )
+def embedded_dialect(config: Mapping[str, Any], tensor_names: Collection[str], stages: int) -> Dialect:
+    """The drafter inside a target, whose config.json this is. Raises DrafterConfigError for a missing field."""
+    names = {
+        "mask_token_id": "dspark_noise_token_id",
+        "target_layer_ids": "dspark_target_layer_ids",
+        "block_size": "dspark_block_size",
+        "markov_head_type": "dspark_markov_head_type",
+        "window_size": "dspark_window_size",
+    }
+    fields = plain_fields(config, tensor_names, stages)
+    return Dialect("embedded", "dspark_embedded", fields, names=names)
 
 
 def _refuse_unknown(nested: Mapping[str, Any]) -> None:
-    for field in nested:
-        if field not in _NESTED_KEYS:
-            near = difflib.get_close_matches(field, _NESTED_KEYS, n=1)
+    for name in nested:
+        if name not in _NESTED_KEYS:
+            near = difflib.get_close_matches(name, _NESTED_KEYS, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise DrafterConfigError(f"dflash_config.{field}", f"unknown field{hint}")
+            raise DrafterConfigError(f"dflash_config.{name}", f"unknown field{hint}")
 
 
 def _speculators(config: Mapping[str, Any], kind: object) -> Dialect:

@@ -5,9 +5,16 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from drafter.embedded import embeds_drafter, stages_fingerprint
+
 
 def drafter_fingerprint(path: Path) -> str:
-    """Digest of a drafter directory's config.json and all its safetensors, names and bytes, in name order."""
+    """Digest of a drafter directory's config.json and all its safetensors, names and bytes, in name order.
+
+    Of a target with a drafter inside: of the drafter's tensors alone.
+    """
+    if embeds_drafter(path):
+        return stages_fingerprint(path)
     digest = hashlib.sha256()
     for file in sorted([path / "config.json", *path.glob("*.safetensors")]):
         digest.update(file.name.encode())

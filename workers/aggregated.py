@@ -144,6 +144,7 @@ class AggregatedEngine:
                     sequence.request_id,
                     sequence.num_prompt_tokens + sequence.sampling.max_tokens,
                     self._reuse.prefix(sequence),
+                    num_prompt_tokens=sequence.num_prompt_tokens,
                 )
             except (PoolExhausted, SlotsExhausted):
                 return

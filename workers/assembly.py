@@ -156,10 +156,12 @@ def load_models(config: WorkerConfig, ranks: GroupRanks | None = None) -> Models
 
 def _backend(config: WorkerConfig, pair: ModelPair, drafts: bool) -> Backend:
     """Chosen by device, dtype and both models' heads, before a weight is read."""
-    head_dims = [load_config(pair.target_path).head_dim]
+    head_dims, windowed = [load_config(pair.target_path).head_dim], False
     if drafts and pair.drafter_path is not None:
-        head_dims.append(read_config(pair.drafter_path).head_dim)
-    return make_backend(compute_device(config.device), DTYPES[config.dtype], head_dims)
+        drafter = read_config(pair.drafter_path)
+        head_dims.append(drafter.head_dim)
+        windowed = drafter.window is not None
+    return make_backend(compute_device(config.device), DTYPES[config.dtype], head_dims, windowed)
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,7 @@ def lay_ground(config: WorkerConfig, models: Models) -> Ground:
         config, decoder.config.num_layers, decoder.heads.num_kv_heads, decoder.config.head_dim
     )
     draft_geometry = (
-        _geometry(config, drafter.num_layers, drafter.num_kv_heads, drafter.head_dim)
+        _geometry(config, drafter.num_layers, drafter.num_kv_heads, drafter.head_dim, drafter.config.window)
         if drafter is not None
         else None
     )
@@ -204,6 +206,11 @@ def lay_ground(config: WorkerConfig, models: Models) -> Ground:
     # A context worker never decodes: nothing lies beyond its prompts.
     lookahead = drafter.lookahead if drafter is not None and config.role != "context" else 1
     limits = BatchLimits(max_batch=config.max_batch, max_seq_len=max_seq_len, lookahead=lookahead)
+    if models.ranks is not None and draft_geometry is not None and draft_geometry.window is not None:
+        raise ModelMismatch(
+            "a drafter that keeps a window of context cannot be divided among ranks yet: use one rank",
+            field="pair",
+        )
     try:
         if drafter is not None:
             mode: ServingMode = "aggregated" if config.role == "aggregated" else "split"
@@ -367,13 +374,16 @@ def _working_set(config: WorkerConfig, models: Models, demand: KvDemand) -> Work
     )
 
 
-def _geometry(config: WorkerConfig, num_layers: int, num_kv_heads: int, head_dim: int) -> KvGeometry:
+def _geometry(
+    config: WorkerConfig, num_layers: int, num_kv_heads: int, head_dim: int, window: int | None = None
+) -> KvGeometry:
     return KvGeometry(
         num_layers=num_layers,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         page_size=config.page_size,
         element_bytes=DTYPES[config.dtype].itemsize,
+        window=window,
     )
 
 
@@ -390,7 +400,7 @@ def _max_seq_len(config: WorkerConfig, decoder: Decoder) -> int:
 
 
 def _page_plan(config: WorkerConfig, demand: KvDemand, backend: Backend, working: WorkingSet) -> PagePlan:
-    per_request = [geometry.pages_for(demand.limits.max_positions) for geometry in demand.pools]
+    per_request = [demand.pages_per_request(geometry) for geometry in demand.pools]
     try:
         match config.kv:
             case MemoryFraction(fraction=fraction):
@@ -398,6 +408,8 @@ def _page_plan(config: WorkerConfig, demand: KvDemand, backend: Backend, working
                 return plan_from_memory(demand, memory.budget(fraction, backend.working_bytes(working)))
             case FixedPages(num_target_pages=pages):
                 counts = [pages] * len(per_request)
+                if demand.window_pages:
+                    counts[1] = min(pages, demand.window_pages + 1)
             case EveryRequestFits():
                 counts = [config.max_batch * pages + 1 for pages in per_request]
         return plan_from_pages(

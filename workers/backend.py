@@ -1,6 +1,6 @@
 """What computes on a worker's device: chosen once, when its models are loaded, and asked for each part after that.
 
-    torch        any device, dtype and head size; every operation launched from Python
+    torch        any device, dtype and head size, drafters that keep a window; every operation launched from Python
     flashinfer   GPUs, bfloat16 and float16, heads of 64, 128 or 256: flashinfer's attention, fused kernels between the
                  matrix products, decode steps as captured graphs
 
@@ -36,9 +36,11 @@ _FLASHINFER_DTYPES = (torch.bfloat16, torch.float16)
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
 
 
-def choose_backend(device: torch.device, dtype: torch.dtype, head_dims: Iterable[int]) -> BackendName:
-    """Which back end serves models whose heads have these sizes."""
-    able = device.type == "cuda" and dtype in _FLASHINFER_DTYPES
+def choose_backend(
+    device: torch.device, dtype: torch.dtype, head_dims: Iterable[int], windowed: bool = False
+) -> BackendName:
+    """Which back end serves models whose heads have these sizes. `windowed`: the drafter keeps a window of context."""
+    able = device.type == "cuda" and dtype in _FLASHINFER_DTYPES and not windowed
     return "flashinfer" if able and all(dim in _FLASHINFER_HEAD_DIMS for dim in head_dims) else "torch"
 
 
@@ -156,9 +158,11 @@ class FlashInferBackend:
 TORCH_ON_CPU: Backend = TorchBackend(torch.device("cpu"))
 
 
-def make_backend(device: torch.device, dtype: torch.dtype, head_dims: Iterable[int]) -> Backend:
+def make_backend(
+    device: torch.device, dtype: torch.dtype, head_dims: Iterable[int], windowed: bool = False
+) -> Backend:
     """The back end that `choose_backend` names. Raises ModelMismatch when its packages are not installed."""
-    if choose_backend(device, dtype, head_dims) == "torch":
+    if choose_backend(device, dtype, head_dims, windowed) == "torch":
         return TorchBackend(device)
     missing = [name for name in ("flashinfer", "triton") if importlib.util.find_spec(name) is None]
     if missing:

@@ -17,7 +17,9 @@ Admission = Literal["full", "grow"]
 
 
 class FixedPages(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="fixed_pages"):
-    """The target pool holds exactly `num_target_pages` pages, the dummy page included; a draft pool as many."""
+    """The target pool holds exactly `num_target_pages` pages, the dummy page included; a draft pool as many, but of a
+    drafter with a window no more than its requests can use.
+    """
 
     num_target_pages: int
 

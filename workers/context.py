@@ -175,6 +175,15 @@ class ContextEngine:
                 field="reservation.first_position",
                 limit=self._limits.page_size,
             )
+        draft = self.ledger.draft
+        window_from = draft.geometry.first_position(num_tokens) if draft is not None else 0
+        if self.ledger.draft_window is not None and first > window_from:
+            raise InvalidRequest(
+                f"the reservation asks for KV from position {first} of {num_tokens} on: the drafter's context begins "
+                f"at {window_from}, and would be missing before {first}",
+                field="reservation.first_position",
+                limit=window_from,
+            )
 
     def _names(self, but: _ContextJob | None = None) -> list[RequestId]:
         """Ids that no new request may have: by them the prompts here are known to callers or to the ledger."""
@@ -269,7 +278,10 @@ class ContextEngine:
                 return
             try:
                 self.ledger.reserve(
-                    sequence.request_id, sequence.num_prompt_tokens, self._reuse.prefix(sequence)
+                    sequence.request_id,
+                    sequence.num_prompt_tokens,
+                    self._reuse.prefix(sequence),
+                    num_prompt_tokens=sequence.num_prompt_tokens,
                 )
             except (PoolExhausted, SlotsExhausted):
                 return
@@ -293,13 +305,14 @@ class ContextEngine:
         reservation, request_id = job.reservation, job.sequence.request_id
         assert reservation is not None
         job.ships_draft = job.sequence.drafting and self._ship_draft
-        pages, skipped = self.ledger.pages(request_id), reservation.first_position // self._limits.page_size
+        num_tokens = job.sequence.num_prompt_tokens
+        pages = self.ledger.pages_between(request_id, reservation.first_position, num_tokens)
         self._port.open(
             SendSpec(
                 transfer=reservation.transfer_id,
                 peer=reservation.generation_epoch,
-                num_tokens=job.sequence.num_prompt_tokens - reservation.first_position,
-                source=Pages(pages.target[skipped:], pages.draft[skipped:]),
+                num_tokens=num_tokens - reservation.first_position,
+                source=pages,
                 destination=Pages(reservation.target_pages, reservation.draft_pages),
                 ship_draft=job.ships_draft,
                 ttl_s=max(job.deadline_s - now_s, 0.0),

@@ -31,10 +31,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvmanager.errors import PoolExhausted, SlotsExhausted
-from kvmanager.ids import PageId, RequestId, TransferId, WorkerEpoch
-from kvmanager.layout import KvGeometry
+from kvmanager.ids import RequestId, TransferId, WorkerEpoch
 from kvmanager.ledger import KvLedger
-from transceiver.port import Broke, Delivered, Landed, Pages, ReceiveSpec, Released, TransferPort
+from transceiver.port import Broke, Delivered, Landed, ReceiveSpec, Released, TransferPort
 from workers.admission import check_lengths, check_new, check_prompt, check_sampling
 from workers.decode import DecodeLoop
 from workers.engine import Emitted, EngineCounters, EngineEvent, Granted, Refused
@@ -259,6 +258,7 @@ class GenerationEngine:
                     job.request.request_id,
                     self._growth.at_admission(job.sequence),
                     self._reuse.prefix(job.sequence, 1 if local else job.request.position_multiple),
+                    num_prompt_tokens=job.sequence.num_prompt_tokens,
                     spare_pages=self._growth.spare_pages(self._num_admitted),
                 )
             except (PoolExhausted, SlotsExhausted):
@@ -286,14 +286,12 @@ class GenerationEngine:
         request_id, prompt = job.request.request_id, job.request.num_prompt_tokens
         first_position = self.ledger.length(request_id)
         job.transfer = TransferId(self._new_id())
-        pages, draft = self.ledger.pages(request_id), self.ledger.draft
-        target_pages = _tail(pages.target, self.ledger.target.geometry, first_position, prompt)
-        draft_pages = _tail(pages.draft, draft.geometry, first_position, prompt) if draft is not None else ()
+        pages = self.ledger.pages_between(request_id, first_position, prompt)
         self._port.expect(
             ReceiveSpec(
                 transfer=job.transfer,
                 num_tokens=prompt - first_position,
-                destination=Pages(target_pages, draft_pages),
+                destination=pages,
                 ttl_s=max(job.deadline_s - now_s, 0.0),
             )
         )
@@ -301,8 +299,8 @@ class GenerationEngine:
         return Reservation(
             transfer_id=job.transfer,
             generation_epoch=self._epoch,
-            target_pages=target_pages,
-            draft_pages=draft_pages,
+            target_pages=pages.target,
+            draft_pages=pages.draft,
             first_position=first_position,
         )
 
@@ -334,7 +332,7 @@ class GenerationEngine:
             return
         sequence.kv_bytes_target = bytes_target
         sequence.kv_bytes_draft = bytes_draft
-        if self._runner.fault is Fault.EMPTY_CONTEXT:
+        if self._runner.fault is Fault.EMPTY_CONTEXT or not event.handoff.draft_shipped:
             sequence.draft_origin = sequence.num_prompt_tokens
         self.ledger.commit(sequence.request_id, sequence.num_prompt_tokens)
         if event.handoff.draft_shipped:
@@ -413,13 +411,6 @@ def _since_s(job: _GenerationJob) -> float:
 
 def _since(sequence: Sequence) -> float:
     return sequence.since_s
-
-
-def _tail(
-    pages: tuple[PageId, ...], geometry: KvGeometry, first_position: int, num_tokens: int
-) -> tuple[PageId, ...]:
-    """The pages of positions first_position .. num_tokens - 1; the former is a page's first."""
-    return pages[first_position // geometry.page_size : geometry.pages_for(num_tokens)]
 
 
 def _error(request_id: RequestId, reason: str) -> RequestOutput:

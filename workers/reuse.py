@@ -36,7 +36,7 @@ class PrefixReuse:
         if not self._trusted:
             return ()
         page_size = self._limits.page_size
-        keys = shareable(sequence.page_keys, sequence.num_prompt_tokens, page_size)
+        keys = self._shareable(sequence)
         hits = self._ledger.num_cached(keys)
         while hits * page_size % position_multiple:
             hits -= 1
@@ -49,12 +49,16 @@ class PrefixReuse:
         """
         if not self._trusted:
             return False
-        keys = shareable(sequence.page_keys, sequence.num_prompt_tokens, self._limits.page_size)
+        keys = self._shareable(sequence)
         hits = self._ledger.num_cached(keys)
         following = keys[hits : hits + 1]
         return bool(following) and any(
             other.page_keys[hits : hits + 1] == following and self._valid(other) for other in ahead
         )
+
+    def _shareable(self, sequence: Sequence) -> tuple[PageKey, ...]:
+        window = self._ledger.draft_window
+        return shareable(sequence.page_keys, sequence.num_prompt_tokens, self._limits.page_size, window)
 
     def leave_prompt(self, sequence: Sequence) -> None:
         """The prompt's KV is complete and final: keep its full pages."""

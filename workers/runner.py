@@ -85,7 +85,10 @@ class ModelRunner:
         """Compute prompt positions from `start` on. Returns the logits [1, V] behind the `last` chunk."""
         end = start + len(token_ids)
         positions_T = torch.arange(start, end, device=self.device)
-        hidden_TH = self._forward([sequence], self._tokens(token_ids), positions_T, [end - start], [end])
+        # Of a long prompt, a drafter with a window never reads what lies before the last of it.
+        unread = min(max(self._window_from(sequence.num_prompt_tokens) - start, 0), end - start)
+        tokens_T = self._tokens(token_ids)
+        hidden_TH = self._forward([sequence], tokens_T, positions_T, [end - start], [end], unread)
         return self._decoder.logits(hidden_TH[-1:]) if last else None
 
     def written(self) -> Callable[[], bool] | None:
@@ -106,7 +109,12 @@ class ModelRunner:
             raise ValueError("this worker has no drafter")
         block = drafter.block_size
         starts = self.lengths_of(sequences)
-        plan = self._draft_plan(sequences, [block] * len(sequences), [start + block for start in starts])
+        plan = self._draft_plan(
+            sequences,
+            [block] * len(sequences),
+            [start + block for start in starts],
+            [self._window_from(start) for start in starts],
+        )
         anchors_B = self._tokens([s.last_token for s in sequences])
         return drafter.propose(anchors_B, self._spans(starts, block), num_draft, attention, plan, choice)
 
@@ -139,17 +147,22 @@ class ModelRunner:
         positions_T: Tensor,
         q_lens: list[int],
         kv_lens: list[int],
+        unread: int = 0,
     ) -> Tensor:
-        """Target forward; with drafting, also appends the draft context of the same positions."""
-        drafting = sequences[0].drafting
+        """Target forward; with drafting, also appends the draft context of the same positions.
+
+        Of a single request, the first `unread` of them stay out of it.
+        """
+        drafting = sequences[0].drafting and unread < len(tokens_T)
         drafter, attention = self._drafter, self._draft_attention
         taps = drafter.tap_layer_ids if drafter is not None and drafting else ()
         rows = torch.from_numpy(self.target_rows(sequences))
         plan = self._target_attention.plan(rows, q_lens, kv_lens, causal=True)
         output = self._decoder.forward(tokens_T, positions_T, self._target_attention, plan, taps)
         if output.taps_TX is not None and drafter is not None and attention is not None:
-            draft_plan = self._draft_plan(sequences, q_lens, kv_lens)
-            drafter.append_context(output.taps_TX, positions_T, attention, draft_plan)
+            read_lens = [q_len - unread for q_len in q_lens]
+            draft_plan = self._draft_plan(sequences, read_lens, kv_lens)
+            drafter.append_context(output.taps_TX[unread:], positions_T[unread:], attention, draft_plan)
         return output.hidden_TH
 
     def lengths_of(self, sequences: Items[Sequence]) -> list[int]:
@@ -165,12 +178,33 @@ class ModelRunner:
         """Each request's row of the target's page table, [B, max_pages], copied."""
         return self._tables.target_rows([s.request_id for s in sequences])
 
-    def _draft_plan(self, sequences: Items[Sequence], q_lens: list[int], kv_lens: list[int]) -> AttentionPlan:
-        if self._draft_attention is None:
+    def _window_from(self, length: int) -> int:
+        """The first position of context that a block behind `length` tokens sees."""
+        window = self._drafter.config.window if self._drafter is not None else None
+        return max(length - window, 0) if window is not None else 0
+
+    def _draft_plan(
+        self, sequences: Items[Sequence], q_lens: list[int], kv_lens: list[int], seen_from: Items[int] = ()
+    ) -> AttentionPlan:
+        """`seen_from`: the first position that each request's queries see; what was never written they never see."""
+        if self._drafter is None or self._draft_attention is None:
             raise ValueError("this worker has no drafter")
         rows = torch.from_numpy(self.draft_rows(sequences))
-        lens = [length - s.draft_origin for s, length in zip(sequences, kv_lens, strict=True)]
-        return self._draft_attention.plan(rows, q_lens, lens, causal=False)
+        if self._drafter.config.window is None:
+            lens = [length - s.draft_origin for s, length in zip(sequences, kv_lens, strict=True)]
+            return self._draft_attention.plan(rows, q_lens, lens, causal=False)
+        # A row begins with the window's first page, and positions count from there.
+        bases = self._tables.draft_begins_of([s.request_id for s in sequences])
+        lens = [length - base for base, length in zip(bases, kv_lens, strict=True)]
+        seen = (
+            [
+                max(first, s.draft_origin, base) - base
+                for s, first, base in zip(sequences, seen_from, bases, strict=True)
+            ]
+            if seen_from
+            else ()
+        )
+        return self._draft_attention.plan(rows, q_lens, lens, causal=False, seen_from=seen)
 
     def _tokens(self, ids: Items[int]) -> Tensor:
         return upload(torch.tensor(ids, dtype=torch.int64), self.device)

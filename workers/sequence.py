@@ -23,7 +23,8 @@ class Sequence:
 
     `page_keys` name the prompt's full pages in the prefix cache; none when it is not to be looked for there.
     `since_s`, on the engine's clock, is when its first run was let in: the older goes before the younger.
-    `draft_origin` is the first position the drafter's context covers: 0 in service, moved only by an injected fault.
+    `draft_origin` is the first position the drafter's context covers: 0 in service, moved only where a prompt came
+    without the drafter's part.
     """
 
     request_id: RequestId

@@ -33,6 +33,9 @@ class StepTables(Protocol):
     def draft_rows(self, requests: Items[RequestId], *, dummy: bool = False) -> PageTable:
         """Likewise of the drafter's KV. `dummy`: the dummy slot's row for everyone, which only a fault asks for."""
 
+    def draft_begins_of(self, requests: Items[RequestId]) -> list[int]:
+        """The positions where rows of the drafter's table begin: 0 but of a drafter with a window."""
+
 
 class LedgerTables:
     """The tables of a ledger."""
@@ -60,3 +63,9 @@ class LedgerTables:
             raise ValueError("this worker has no drafter")
         slots = [self._ledger.dummy_slot] * len(requests) if dummy else draft.slots_of(requests)
         return draft.page_table[slots]
+
+    def draft_begins_of(self, requests: Items[RequestId]) -> list[int]:
+        draft = self._ledger.draft
+        if draft is None:
+            raise ValueError("this worker has no drafter")
+        return draft.first_positions_of(requests)

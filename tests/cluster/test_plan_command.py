@@ -79,6 +79,40 @@ def test_the_table_says_the_same_in_words(checkpoints: list[str]) -> None:
     assert "does not start" in refused
 
 
+def embedding_target(directory: Path, stages: int) -> Path:
+    """A target's directory of which nothing but the config and the tensors' names is there."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(TARGET | {"dspark_block_size": 7}))
+    names = [f"mtp.{stage}.input_layernorm.weight" for stage in range(stages)]
+    header = json.dumps(
+        {name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in names}
+    ).encode()
+    (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    return directory
+
+
+def test_a_drafter_inside_the_target_is_counted_by_its_window(tmp_path: Path) -> None:
+    target = embedding_target(tmp_path / "target", stages=3)
+    arguments = ["--model", str(target), "--max-seq-len", "65536", "--max-batch", "8", "--memory-gib", "40"]
+    status, shown = plan(*arguments)
+    assert status == 0
+    drafter = shown["drafter"]
+    assert (drafter["layers"], drafter["window"], shown["target"]["window"]) == (3, 128, None)
+    # 128 of context and 8 of look-ahead in pages of 16: 10 for each of 8 requests, however long they are.
+    assert drafter["pages"] == 80
+    assert drafter["pool_bytes"] == 81 * 16 * drafter["bytes_per_token"]
+    assert shown["bytes_per_token"] == shown["target"]["bytes_per_token"]
+    assert "a window of 128 positions" in " ".join(shown["notes"])
+
+
+def test_a_config_alone_does_not_tell_how_many_layers_a_drafter_inside_has(tmp_path: Path) -> None:
+    file = embedding_target(tmp_path / "target", stages=3) / "config.json"
+    arguments = ["--model", str(file), "--max-seq-len", "10", "--max-batch", "1", "--memory-gib", "1"]
+    result = CliRunner().invoke(cli, ["plan", *arguments])
+    assert result.exit_code == 1
+    assert "give the checkpoint's directory" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [(None, "cannot read"), ("{", "is not JSON"), ("[]", "expected an object"), ("{}", "num_hidden_layers")],

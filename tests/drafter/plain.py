@@ -27,9 +27,17 @@ def _drafting(raw: dict[str, Any]) -> Mapping[str, Any]:
 
 
 def plain_hidden(
-    raw: dict[str, Any], weights: dict[str, Tensor], embed_VH: Tensor, taps_TX: Tensor, anchor: int
+    raw: dict[str, Any],
+    weights: dict[str, Tensor],
+    embed_VH: Tensor,
+    taps_TX: Tensor,
+    anchor: int,
+    window: int = 1 << 30,
 ) -> Tensor:
-    """Final hidden states of all slots [S, H] for a request whose context is taps_TX, from the published formulas."""
+    """Final hidden states of all slots [S, H] for a request whose context is taps_TX, from the published formulas.
+
+    Of the context only the last `window` positions are seen.
+    """
     block = raw["block_size"]
     heads, kv_heads, dim = raw["num_attention_heads"], raw["num_key_value_heads"], raw["head_dim"]
     weights = {name: tensor.double() for name, tensor in weights.items()}
@@ -61,10 +69,11 @@ def plain_hidden(
         dynamic = (x @ weights[name + ".kernel_projection.weight"].T).view(block, 2, base.shape[1], -1)
         return convolved(sublayer(convolved(x, base[0], dynamic[:, 0])), base[1], dynamic[:, 1])
 
-    context = norm(taps_TX.double() @ weights["fc.weight"].T, "hidden_norm.weight")
+    first = max(start - window, 0)
+    context = norm(taps_TX[first:].double() @ weights["fc.weight"].T, "hidden_norm.weight")
     ids = torch.tensor([anchor] + [_drafting(raw)["mask_token_id"]] * (block - 1))
     x = embed_VH.cpu()[ids].double()
-    here, all_positions = torch.arange(start, start + block), torch.arange(start + block)
+    here, all_positions = torch.arange(start, start + block), torch.arange(first, start + block)
 
     def attention(at: str, inner: Tensor) -> Tensor:
         both = torch.cat((context, inner))  # context goes in without the layer's input norm

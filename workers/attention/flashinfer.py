@@ -28,6 +28,7 @@ from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 from torch import Tensor
 
 from drafter.attention import AttentionPlan
+from kvmanager.errors import LayoutRefused
 from kvmanager.layout import PoolLayout, entries_per_page
 from workers.attention.pages import PageRuns, page_runs
 from workers.fused import store_kv
@@ -88,9 +89,18 @@ class FlashInferPagedAttention:
         self._copied = torch.cuda.Event()  # the last schedule has left the wrapper's pinned memory
 
     def plan(
-        self, page_rows: Tensor, q_lens: Sequence[int], kv_lens: Sequence[int], causal: bool
+        self,
+        page_rows: Tensor,
+        q_lens: Sequence[int],
+        kv_lens: Sequence[int],
+        causal: bool,
+        seen_from: Sequence[int] = (),
     ) -> FlashInferPlan:
         """See `PagedAttention.plan`. Raises ValueError for lengths that do not fit each other or the pages."""
+        if any(seen_from):
+            raise LayoutRefused(
+                "the flashinfer back end reads a request's context from its first position on"
+            )
         rows = page_rows.numpy(force=True)
         runs = page_runs(rows, kv_lens, self.geometry.page_size, self.entries_per_page)
         offsets = runs.offsets(q_lens, self.entry_elements, self.geometry.head_dim)

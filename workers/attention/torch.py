@@ -2,10 +2,10 @@
 
 A plan sorts a step's requests into groups; each group is one batched attention over keys and values gathered from the
 pool, in which a request with fewer queries than another repeats its last. The queries of the heads that share a kv head
-are folded into rows, so keys and values are never repeated. Positions past a request's length are never read: short
-requests of a group are padded with their own position 0 and masked, so what lies in unused parts of a page cannot leak,
-not even NaN. Prompts that start at position 0 in this step attend to their fresh keys and values directly, without the
-way through the pool.
+are folded into rows, so keys and values are never repeated. Positions past a request's length are never read, nor those
+before the first that its queries see: they are padded with a position of its own and masked, so what lies in unused
+parts of a page cannot leak, not even NaN. Prompts that start at position 0 in this step attend to their fresh keys and
+values directly, without the way through the pool.
 
 A query's result does not depend on what shares its step: a token scores the same, bit for bit, whether it is decoded
 alone, verified in a draft block, or batched with other requests. Products and softmax are shaped for that, as the
@@ -75,11 +75,13 @@ class TorchPlan:
         kv_lens: Sequence[int],
         causal: bool,
         write_rows: Tensor,
+        seen_from: Sequence[int] = (),
     ) -> None:
         self.page_rows = page_rows  # int64 [B, max_pages]
         self.q_lens = tuple(q_lens)
         self.kv_lens = tuple(kv_lens)
         self.causal = causal
+        self.seen_from = tuple(seen_from)
         self.write_rows = write_rows  # int64 [T * N]
         self.groups: list[_Group] | None = None
         self.fresh: tuple[Tensor, Tensor] | None = None  # the last written k_THD, v_THD
@@ -124,10 +126,19 @@ class TorchPagedAttention:
         )
 
     def plan(
-        self, page_rows: Tensor, q_lens: Sequence[int], kv_lens: Sequence[int], causal: bool
+        self,
+        page_rows: Tensor,
+        q_lens: Sequence[int],
+        kv_lens: Sequence[int],
+        causal: bool,
+        seen_from: Sequence[int] = (),
     ) -> TorchPlan:
         """See `PagedAttention.plan`. Raises ValueError for lengths that do not fit each other or the pages."""
         self._check(page_rows, q_lens, kv_lens)
+        if seen_from and (causal or any(seen >= kv for seen, kv in zip(seen_from, kv_lens, strict=True))):
+            raise ValueError(
+                f"queries that see each other, from {seen_from} on, of {list(kv_lens)} positions"
+            )
         pages = page_rows.to(self._device, torch.int64)
         requests = [request for request, length in enumerate(q_lens) for _ in range(length)]
         positions = [
@@ -139,7 +150,7 @@ class TorchPagedAttention:
         position_T = torch.tensor(positions, dtype=torch.int64, device=self._device)
         first_rows_T = self._first_rows(pages[request_T, position_T // self._geometry.page_size], position_T)
         write_rows = (first_rows_T[:, None] + self._head_rows_N1.view(1, -1)).view(-1)
-        return TorchPlan(pages, q_lens, kv_lens, causal, write_rows)
+        return TorchPlan(pages, q_lens, kv_lens, causal, write_rows, seen_from)
 
     def write(self, layer: int, k_THD: Tensor, v_THD: Tensor, plan: AttentionPlan) -> None:
         """See `PagedAttention.write`."""
@@ -211,15 +222,25 @@ class TorchPagedAttention:
         position_S = torch.arange(group.num_positions, device=device)
         kv_len_B1 = torch.tensor(lens, device=device)[:, None]
         ragged = min(lens) < group.num_positions
+        seen_from_B1 = None
+        if any(plan.seen_from):
+            seen_from_B1 = torch.tensor([plan.seen_from[member] for member in members], device=device)[
+                :, None
+            ]
         position_BS = position_S.expand(len(members), -1)
-        if ragged:
+        if seen_from_B1 is not None:
+            seen_BS = (position_S < kv_len_B1) & (position_S >= seen_from_B1)
+            position_BS = torch.where(seen_BS, position_BS, seen_from_B1)
+        elif ragged:
             position_BS = torch.where(position_S < kv_len_B1, position_BS, 0)
         page_BS = pages.gather(1, position_BS // self._geometry.page_size)
         k_rows_BNS = self._first_rows(page_BS, position_BS)[:, None, :] + self._head_rows_N1
         group.gather = torch.stack((k_rows_BNS, k_rows_BNS + self._rows_per_plane)).view(-1)
-        if ragged or (plan.causal and group.num_queries > 1):
+        if ragged or seen_from_B1 is not None or (plan.causal and group.num_queries > 1):
             q_len_B1 = torch.tensor([plan.q_lens[member] for member in members], device=device)[:, None]
             group.mask_BQS = self._mask(group, q_len_B1, kv_len_B1, position_S, plan.causal)
+            if seen_from_B1 is not None:
+                group.mask_BQS.masked_fill_((position_S < seen_from_B1)[:, None], float("-inf"))
 
     def _mask(
         self, group: _Group, q_len_B1: Tensor, kv_len_B1: Tensor, position_S: Tensor, causal: bool

@@ -2,7 +2,7 @@
 
 Supported are the dense families Llama, Qwen2 and Qwen3. What the code does not implement (sliding windows,
 other activations, quantized weights in a Hugging Face directory) is refused here, by field, before a tensor
-is read.
+is read. A DeepSeek-V4 is recognised, to say what it would need.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from drafter.embedded import is_embedded
 from drafter.layers import RopeError, RopeParameters
 from workers.models.errors import CheckpointError
 from workers.models.gguf import eos_token_ids
@@ -72,6 +73,7 @@ class ModelConfig:
     def from_hf(cls, config: Mapping[str, Any], path: Path) -> ModelConfig:
         """Parse a Hugging Face config.json, already decoded; `path` names it in errors."""
         architectures = config.get("architectures") or []
+        _refuse_deepseek_v4(config, path)
         family = next((HF_ARCHITECTURES[name] for name in architectures if name in HF_ARCHITECTURES), None)
         if family is None:
             raise CheckpointError(
@@ -169,6 +171,25 @@ def _token_ids(value: object) -> tuple[int, ...]:
     if isinstance(value, int):
         return (value,)
     return tuple(value) if isinstance(value, list) else ()
+
+
+def _refuse_deepseek_v4(config: Mapping[str, Any], path: Path) -> None:
+    """By its config.json alone: its layers, and those of the DSpark drafter inside it, are of a kind not built here."""
+    names = [*(config.get("architectures") or []), config.get("model_type")]
+    name = next((name for name in names if str(name).lower().replace("_", "").startswith("deepseekv4")), None)
+    if name is None:
+        return
+    missing = [
+        "attention over one latent that all heads share as keys and values, with an attention sink",
+        "mixtures of experts",
+        "manifold hyper-connections (mHC)",
+    ]
+    if config.get("quantization_config"):
+        missing.append("quantized weights (quantization_config)")
+    inside = " and of the DSpark drafter in its mtp.N weights" if is_embedded(config) else ""
+    raise CheckpointError(
+        path, f"{name} is recognised and cannot be served: its layers{inside} need {'; '.join(missing)}"
+    )
 
 
 def _refuse_unimplemented(config: Mapping[str, Any], path: Path) -> None:
