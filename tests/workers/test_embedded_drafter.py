@@ -14,11 +14,21 @@ import msgspec
 import pytest
 import torch
 
+from drafter.embedded import plain_fields, plain_name
 from kvmanager.ids import PageId, RequestId, TransferId, WorkerEpoch
 from kvmanager.layout import KvGeometry
-from tests.workers.embedded_pair import STAGES, VOCAB, WINDOW, load_embedded_pair
+from tests.drafter.plain import plain_hidden
+from tests.workers.embedded_pair import (
+    STAGES,
+    VOCAB,
+    WINDOW,
+    embedded_config,
+    load_embedded_pair,
+    stage_tensors,
+)
 from tests.workers.replaying_pair import ReplayingPair
 from tests.workers.split_pair import Outcome, SplitPair, config, run_aggregated
+from tests.workers.tiny_checkpoints import dense_forward, random_tensors
 from workers.aggregated import AggregatedEngine
 from workers.assembly import Models, build, lay_ground
 from workers.backend import choose_backend
@@ -93,6 +103,42 @@ def test_a_window_that_covers_everything_drafts_as_full_context_does(
     narrow = account(run_aggregated(pair_of_models, prompts, SAMPLED, **SMALL))
     assert [tokens for tokens, _, _ in narrow] == [tokens for tokens, _, _ in golden]
     assert narrow != golden
+
+
+def by_definition(
+    raw: dict[str, Any], prompt_ids: list[int], max_tokens: int
+) -> tuple[list[int], int, list[int]]:
+    """Tokens, steps and acceptances of greedy decoding, each step from the formulas over the whole text anew."""
+    target, stages = random_tensors(raw, seed=1), stage_tensors(raw)
+    plain = {plain_name(name, STAGES): tensor for name, tensor in stages.items()}
+    fields = plain_fields(raw, stages, STAGES)
+    embed, head = (target[name].double() for name in ("model.embed_tokens.weight", "lm_head.weight"))
+    logits, outputs = dense_forward(raw, target, prompt_ids)
+    text, steps, accepted_at = [*prompt_ids, int(logits[-1].argmax())], 0, [0, 0, 0]
+    while len(text) < len(prompt_ids) + max_tokens:
+        taps = outputs[0][: len(text) - 1]  # the context ends before the newest token
+        drafts = (plain_hidden(fields, plain, embed, taps, text[-1], WINDOW) @ head.T).argmax(-1).tolist()
+        logits, outputs = dense_forward(raw, target, [*text, *drafts])
+        chosen = logits[len(text) - 1 :].argmax(-1).tolist()
+        accepted = next((k for k, draft in enumerate(drafts) if draft != chosen[k]), len(drafts))
+        text += chosen[: accepted + 1]
+        steps += 1
+        for place in range(accepted):
+            accepted_at[place] += 1
+    return text[len(prompt_ids) :][:max_tokens], steps, accepted_at
+
+
+def test_steps_and_acceptances_are_those_of_the_formulas(tmp_path: Path) -> None:
+    """Without a Markov head, so that a draft is the best token of its slot."""
+    changes = {"dspark_markov_rank": 0}
+    models = load_embedded_pair(tmp_path, **changes)
+    prompts = [prompt(length, seed) for seed, length in enumerate((3, WINDOW - 2, WINDOW + 1, 47), 1)]
+    found = account(run_split(split_pair(models), prompts, GREEDY))
+    for (tokens, steps, accepted), each in zip(found, prompts, strict=True):
+        assert (tokens, steps, list(accepted)) == by_definition(
+            embedded_config(**changes), each, GREEDY.max_tokens
+        )
+    assert sum(sum(accepted) for _, _, accepted in found) > 0
 
 
 def test_only_the_window_of_a_long_prompt_is_shipped(pair_of_models: Models) -> None:
