@@ -27,6 +27,7 @@ from torch import Tensor
 
 from drafter.errors import DrafterError
 from drafter.linear import Linear
+from kvmanager.layout import kv_head_range
 
 WHOLE = slice(None)
 
@@ -92,8 +93,8 @@ def share_of_heads(num_heads: int, num_kv_heads: int, ranks: Ranks) -> HeadShare
         raise UnevenShares("num_attention_heads", num_heads, ranks.size)
     if num_kv_heads % ranks.size and ranks.size % num_kv_heads:
         raise UnevenShares("num_key_value_heads", num_kv_heads, ranks.size)
-    own, own_kv = num_heads // ranks.size, max(num_kv_heads // ranks.size, 1)
-    return HeadShare(own, own_kv, ranks.rank * own, ranks.rank * num_kv_heads // ranks.size)
+    own, kv_heads = num_heads // ranks.size, kv_head_range(num_kv_heads, ranks.rank, ranks.size)
+    return HeadShare(own, len(kv_heads), ranks.rank * own, kv_heads.start)
 
 
 def share_of(what: str, total: int, ranks: Ranks) -> slice:

@@ -100,6 +100,17 @@ class KvGeometry:
         return self.page_elements // self.num_layers
 
 
+def kv_head_range(num_kv_heads: int, rank: int, num_ranks: int) -> range:
+    """The KV heads of one of several tensor-parallel ranks; with fewer heads than ranks, neighbours hold the same one.
+
+    Raises LayoutRefused for heads that cannot be divided.
+    """
+    if num_kv_heads % num_ranks and num_ranks % num_kv_heads:
+        raise LayoutRefused(f"{num_kv_heads} KV heads cannot be divided among {num_ranks} ranks")
+    first = rank * num_kv_heads // num_ranks
+    return range(first, first + max(num_kv_heads // num_ranks, 1))
+
+
 def require_unifiable(target: KvGeometry, draft: KvGeometry) -> None:
     """Raise LayoutRefused unless both models' KV can share pages."""
     if draft.window is not None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvmanager.errors import ConfigFieldError
-from kvmanager.layout import KvGeometry
+from kvmanager.layout import KvGeometry, kv_head_range
 
 ELEMENT_BYTES = {
     "float64": 8,
@@ -113,7 +113,7 @@ class KvShape:
                 "num_key_value_heads",
                 f"{self.num_kv_heads} heads cannot be divided among {tensor_parallel} tensor-parallel ranks",
             )
-        heads = max(self.num_kv_heads // tensor_parallel, 1)
+        heads = len(kv_head_range(self.num_kv_heads, 0, tensor_parallel))
         return KvGeometry(self.num_layers, heads, self.head_dim, page_size, element_bytes, self.window)
 
 

@@ -235,6 +235,12 @@ def lay_ground(config: WorkerConfig, models: Models) -> Ground:
 def build(config: WorkerConfig, models: Models, make_port: MakePort | None = None) -> Assembly:
     """Everything but loading: the same models may serve several assemblies in one process."""
     decoder, drafter = models.decoder, models.drafter
+    if models.ranks is not None and config.role != "aggregated":
+        raise ModelMismatch(
+            f"a {config.role} worker of {models.ranks.size} ranks would ship the first rank's heads alone: "
+            "groups serve as aggregated workers only",
+            field="role",
+        )
     ground = lay_ground(config, models)
     demand, plan, memory = ground.demand, ground.plan, ground.memory
     max_seq_len, lookahead = demand.limits.max_seq_len, demand.limits.lookahead
