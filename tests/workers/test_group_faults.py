@@ -24,7 +24,7 @@ from tests.workers.random_pair import VOCAB, load_pair, write_random_pair
 from tests.workers.split_pair import config
 from workers.aggregated import AggregatedEngine
 from workers.assembly import build
-from workers.engine import Engine
+from workers.engine import Emitted, Engine
 from workers.errors import EngineFailed
 from workers.group.errors import GroupBroken
 from workers.group.follow import Follower, HeardTables, PoolSize
@@ -56,6 +56,18 @@ def ask(engine: Engine) -> None:
     engine.submit(REQUEST)
 
 
+def first_tokens(engine: Engine) -> list[int]:
+    """What three decode steps and the prompt before them gave."""
+    ask(engine)
+    tokens: list[int] = []
+    with torch.inference_mode():
+        while engine.decode.decode_steps < 3:
+            for event in engine.step(0.0):
+                if isinstance(event, Emitted):
+                    tokens += event.output.token_ids
+    return tokens
+
+
 def step_until_broken(engine: Engine) -> GroupBroken:
     with torch.inference_mode(), pytest.raises(GroupBroken) as caught:
         while not engine.idle:
@@ -78,10 +90,8 @@ def test_a_rank_that_is_gone_or_silent_breaks_its_group_in_bounded_time(
     follower = subprocess.Popen(command)
     try:
         assembly = build(CONFIG, load_pair(pair, GroupRanks(seats[0], store)))
-        ask(assembly.engine)
-        with torch.inference_mode():
-            while assembly.engine.decode.decode_steps < 3:
-                assembly.engine.step(0.0)
+        alone = build(CONFIG, load_pair(pair))
+        assert first_tokens(assembly.engine) == first_tokens(alone.engine)  # two processes answer as one does
         follower.send_signal(sent)
         began_s = time.monotonic()
         step_until_broken(assembly.engine)
