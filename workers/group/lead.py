@@ -125,7 +125,8 @@ def rows_of(runner: ModelRunner, sequences: Items[Sequence]) -> tuple[Row, ...]:
     none = np.empty(0, dtype=np.int32)
 
     def packed(row: Items[int]) -> bytes:
-        return pack_row(row, int(np.count_nonzero(row)))
+        own = np.flatnonzero(row)
+        return pack_row(row, int(own[-1]) + 1 if own.size else 0)
 
     return tuple(
         Row(
