@@ -2,8 +2,8 @@
 
 ROOT is a fresh root file system that stands for the base image (debootstrap makes one, with python3 and python3-venv).
 The steps of the build stage, behind those of the stages that it is built on, run in it as root; then the result runs as
-the image's user, with everything but /tmp and /dev/shm read-only: the image's program serves and answers one prompt. Each
---bind PATH is shown inside, for pip.
+the image's user, with everything but /tmp and /dev/shm read-only: the image's program serves and answers one prompt.
+Each --bind PATH is shown inside, for pip.
 """
 
 from __future__ import annotations
