@@ -32,6 +32,7 @@ from transceiver.errors import VersionMismatch, WireError
 PROTOCOL_VERSION = 2
 MAGIC = b"SLST"
 MAX_MESSAGE_BYTES = 1 << 20
+_FIXMAP = 0x80  # msgpack: a map of so many fields more
 
 TARGET, DRAFT = 1, 2  # pools; never 0, so that a tag of zeros is nobody's
 DraftMode = Literal["none", "mirrored", "unified"]
@@ -227,6 +228,22 @@ _hellos = msgspec.msgpack.Decoder(Hello)
 
 def encode(message: Message | Hello) -> bytes:
     return MAGIC + PROTOCOL_VERSION.to_bytes(2, "big") + _encoder.encode(message)
+
+
+def padded(data: bytes, size: int) -> bytes:
+    """An encoded message made `size` bytes long, 4 to 259 more than it has, by a field that no decoder knows."""
+    at = len(MAGIC) + 2
+    fields, room = data[at] - _FIXMAP, size - len(data) - 4
+    if not (0 <= fields < 15 and 0 <= room <= 255):
+        raise ValueError(f"{len(data)} bytes cannot be padded to {size}")
+    return (
+        data[:at]
+        + bytes((_FIXMAP + fields + 1,))
+        + data[at + 1 :]
+        + b"\xa1_\xc4"
+        + bytes((room,))
+        + bytes(room)
+    )
 
 
 def decode(data: bytes) -> Message:
