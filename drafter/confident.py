@@ -35,6 +35,7 @@ _FIRST_GAIN, _FIRST_FALL = (
 )  # what a first draft is worth before anything was seen, and how that falls
 _PROBE_MEMORY = 0.5  # after a step that drafted nothing
 _FIRST_INTERVAL, _LARGEST_INTERVAL = 4, 64  # steps between plain ones; each is twice the last
+_LARGEST_STALL = 1.25  # of a step's expected time: what goes beyond is the machine's doing, not drafting's
 _LEAST_LOSS = 0.1  # of a plain step, that a probe is taken to cost: its expected loss is an estimate too
 
 
@@ -95,7 +96,7 @@ class ConfidentPolicy:
     ) -> None:
         """One step's durations; `draft_s` is ignored when nothing was drafted. `num_verified`: drafts of all."""
         self._costs.observe_verify(batch_size, batch_size + num_verified, verify_s)
-        plain_s, step_s = self._costs.verify_s(batch_size, batch_size), verify_s
+        step_s = verify_s
         self._plain_ago += 1
         if num_draft:
             self._costs.observe_draft(batch_size, num_draft, draft_s)
@@ -104,6 +105,10 @@ class ConfidentPolicy:
             if self._plain_ago >= self._plain_every:
                 self._plain_every = min(2 * self._plain_every, _LARGEST_INTERVAL)
             self._plain_ago = 0
+        plain_s = self._costs.verify_s(batch_size, batch_size)
+        expected_s = self._costs.draft_s(batch_size, num_draft)
+        expected_s += self._costs.verify_s(batch_size, batch_size + num_verified)
+        step_s = min(step_s, _LARGEST_STALL * expected_s)
         self._allowance.earn(step_s, plain_s)
         self._balance.add(self._tokens_of_step / batch_size * plain_s, step_s if num_draft else plain_s)
         self._tokens_of_step = 0

@@ -116,6 +116,19 @@ def test_the_first_step_is_plain_and_plain_steps_grow_rare() -> None:
     assert len(plain) < 10
 
 
+def test_a_machine_that_stalls_now_and_then_does_not_stop_drafting() -> None:
+    policy, request, drafted = ConfidentPolicy(MAX), [RequestId("a")], 0
+    for step in range(300):
+        num_draft = policy.choose(1, request)
+        counts = policy.trim(request, [[0.5] * num_draft]) if num_draft else [0]
+        accepted = min(counts[0], step % 2)
+        stall_s = 2.0 if step % 60 == 59 else 0.0
+        policy.observe_acceptance(request[0], counts[0], accepted)
+        policy.observe_cost(1, num_draft, 0.01, 0.05 + 0.002 * counts[0] + stall_s, counts[0])
+        drafted += num_draft > 0
+    assert drafted > 270
+
+
 @pytest.mark.parametrize("policy", [BlockLengthPolicy(MAX, "adaptive"), BlockLengthPolicy(MAX, 5)])
 def test_policies_that_do_not_read_confidences_verify_every_draft(policy: BlockLengthPolicy) -> None:
     assert not policy.trims
