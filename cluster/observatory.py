@@ -107,8 +107,9 @@ def _verdict(evaluation: Evaluation) -> Iterator[str]:
         said = "".join(f"<li class='bad'>{escape(failure)}</li>" for failure in evaluation.failures)
         yield f"<p class='bad'>{len(evaluation.failures)} gates failed:</p><ul>{said}</ul>"
     else:
-        yield "<p>Every gate passed: tokens, split against aggregated, leaks"
-        yield ", and the reference of this pair.</p>" if bounds is not None else ".</p>"
+        held = "tokens, split against aggregated, leaks"
+        held += " and the reference of this pair" if bounds is not None else ""
+        yield f"<p>Every gate passed: {held}.</p>"
     if bounds is None:
         yield "<p class='faint'>There is no reference for these prompts and answers: "
         yield "<code>eval --update-reference</code> makes one.</p>"

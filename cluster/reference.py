@@ -32,8 +32,10 @@ from cluster.prompt_sets import EvalPrompt
 from cluster.report import Answer
 
 FILE_NAME = "reference_al.json"
-REFERENCE_SIGNIFICANCE = 1e-3
-"""Chance that one of the gates of a run, AL, AL of the first 8 steps or all positions, fails with nothing wrong."""
+REFERENCE_SIGNIFICANCE = 1e-5
+"""Chance that a gate of a run (AL, AL of the first 8 steps, all positions) fails with nothing wrong, if means of
+requests were normal. Prompts that are hard to draft make the lower tail heavier: `make faults` measures how heavy.
+"""
 GATED_REQUESTS = 64
 """Requests that `min_al` in the file is meant for."""
 SAME_PROMPTS_TOLERANCE = 0.01

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from cluster.gates import GateSettings, failing
-from cluster.prompt_sets import EvalPrompt
+from cluster.prompt_sets import BUILTIN_SETS, EvalPrompt, builtin_prompts
 from cluster.reference import FILE_NAME, GATED_REQUESTS, Reference, bounds, measure
 from cluster.reference_files import facts_of, reference_of, write_reference
 from cluster.report import Answer, summarize
@@ -211,3 +211,11 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "drafter" / FILE_NAME).write_bytes(msgspec.json.encode([{"pair": "some"}]))
     with pytest.raises(InvalidRequest, match=r"reference_al\.json is no reference file"):
         reference_of(pair, 61)
+
+
+def test_the_shipped_reference_of_tiny_is_of_the_shipped_drafter() -> None:
+    reference = reference_of("tiny", 64)
+    assert reference is not None
+    assert (reference.pair, reference.family, reference.drafter) == ("tiny", *facts_of("tiny"))
+    assert set(reference.kinds) == set(BUILTIN_SETS)
+    assert bounds(reference, builtin_prompts(64)) is not None

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,6 +26,7 @@ import torch
 from cluster.gates import GateName, GateSettings, failing
 from cluster.prompt_sets import BUILTIN_SETS, EvalPrompt, builtin_prompts
 from cluster.reference import Bounds, Reference, bounds, measure
+from cluster.reference_files import reference_of
 from cluster.replay import total
 from cluster.report import Answer, ModeReport, summarize
 from tests.faults.planted import PLANTS, PairName, Plant, ScenarioName
@@ -40,7 +41,7 @@ from workers.request import RequestStats, SamplingParams
 from workers.tokenizer import Tokenizer
 
 MAX_TOKENS = 64
-REQUESTS = 32
+REQUESTS = 16
 MAX_SEQ_LEN = 1024
 PREEMPTED_POOL = 40  # pages, of which a request needs 13 to 27
 COUNTS = (4, 8, 16, 32, 64)
@@ -194,7 +195,7 @@ def judge(
 
 def false_alarms(
     pair: Pair, answers: Sequence[Answer], requests: int, draws: int = DRAWS
-) -> dict[str, float]:
+) -> dict[GateName, float]:
     """Share of clean runs over prompts drawn at random that each gate fails, against a reference of the others."""
     chance = random.Random(0)
     alarms: dict[GateName, int] = {"AL": 0, "AL, first 8 steps": 0, "AL by position": 0}
@@ -270,12 +271,9 @@ class Laboratory:
         return row
 
     def _known(self, scenario: ScenarioName, count: int | None = None) -> Bounds | None:
-        """What the first `count` requests must reach. A preempted answer takes other steps than it did."""
-        known = bounds(
-            self._reference, self._as_asked(self._pair.prompts[: self._requests], scenario)[:count]
-        )
-        assert known is not None
-        return replace(known, same_prompts=None) if scenario == "preempted" else known
+        """What the first `count` requests must reach."""
+        asked = self._as_asked(self._pair.prompts[: self._requests], scenario)
+        return bounds(self._reference, asked[:count])
 
     def _caught_after(
         self, scenario: ScenarioName, aggregated: list[Answer] | None, split: list[Answer]
@@ -316,19 +314,26 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="faults whose name contains this")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    rows, alarms, wrong = [], {}, []
+    rows: list[Row] = []
+    alarms: dict[str, dict[GateName, float]] = {}
+    wrong: list[str] = []
     for name in dict.fromkeys(plant.pair for plant in PLANTS if options.only in plant.name):
         pair = load_pair(name)
-        everything = ask_aggregated(pair, pair.models, len(pair.prompts))
-        reference = known_of(pair, everything, range(len(everything)))
-        print(f"{name}: reference AL {reference.ref_al}, least of 64 requests {reference.min_al}", flush=True)
-        alarms[name] = false_alarms(pair, everything, options.requests)
-        print(f"{name}: false alarms {alarms[name]}", flush=True)
-        laboratory = Laboratory(pair, reference, options.requests)
+        laboratory = Laboratory(pair, _reference(name, pair), options.requests)
         for plant in PLANTS:
             if plant.pair == name and options.only in plant.name:
                 rows.append(laboratory.run(plant))
                 print(shown(rows[-1]), flush=True)
+        if name == "tiny" and not options.only:
+            everything = ask_aggregated(pair, pair.models, len(pair.prompts))
+            alarms[name] = false_alarms(pair, everything, options.requests)
+            print(f"{name}: share of clean runs that a gate fails, {alarms[name]}", flush=True)
+    wrong += [
+        f"{name}: {rate:.1%} of clean runs fail {gate}"
+        for name, rates in alarms.items()
+        for gate, rate in rates.items()
+        if rate > TOLERATED_ALARMS
+    ]
     wrong += [f"{row.fault} ({row.pair}): slipped through" for row in rows if not row.gates]
     wrong += [f"{row.fault} ({row.pair}): tokens differ" for row in rows if not row.tokens_right]
     for sentence in wrong:
@@ -337,6 +342,12 @@ def main(arguments: list[str] | None = None) -> int:
         found = {"rows": [asdict(row) for row in rows], "false_alarms": alarms, "failures": wrong}
         options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 1 if wrong else 0
+
+
+def _reference(name: PairName, pair: Pair) -> Reference:
+    """The committed one of a built-in pair; of the others, what they do on the first prompts of each set."""
+    committed = reference_of(name, pair.max_tokens) if name == "tiny" else None
+    return committed or known_of(pair, ask_aggregated(pair, pair.models, 64), range(64))
 
 
 def shown(row: Row) -> str:
