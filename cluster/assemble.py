@@ -17,8 +17,14 @@ class Assembler:
     dropped. A run that fails may be followed by another (`resume`), whose tokens go on where the first one's ended.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str], max_tokens: int) -> None:
-        self._text = AnswerText(decode, stops)
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        stops: Sequence[str],
+        max_tokens: int,
+        min_tokens: int = 0,
+    ) -> None:
+        self._text = AnswerText(decode, stops, min_tokens)
         self._max_tokens = max_tokens
         self.num_tokens = 0
         self.reason: AnswerReason | None = None

@@ -55,7 +55,11 @@ class Options(TypedDict, total=False):
     top_p: float
     min_p: float
     logit_bias: tuple[tuple[int, float], ...]
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
     seed: int | None
+    min_tokens: int
     stop_token_ids: tuple[int, ...]
     stop: tuple[str, ...]
     ignore_eos: bool
@@ -271,7 +275,7 @@ def _message(prompt: PromptLike, options: Options) -> inference_pb2.GenerateRequ
 def _unfit_field(request: AnswerRequest) -> str:
     if isinstance(request.prompt, TokenPrompt) and not all(0 <= i < 2**32 for i in request.prompt.token_ids):
         return "prompt.token_ids"
-    for field in ("max_tokens", "seed"):
+    for field in ("max_tokens", "min_tokens", "seed"):
         value = getattr(request, field)
         if value is not None and value < 0:
             return field

@@ -50,7 +50,11 @@ def request_from_proto(message: inference_pb2.GenerateRequest) -> AnswerRequest:
         top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
         min_p=sampling.min_p,
         logit_bias=tuple(sorted(sampling.logit_bias.items())),
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0,
         seed=sampling.seed if sampling.HasField("seed") else None,
+        min_tokens=sampling.min_tokens,
         stop_token_ids=tuple(sampling.stop_token_ids),
         stop=tuple(sampling.stop),
         ignore_eos=sampling.ignore_eos,
@@ -85,6 +89,10 @@ def request_to_proto(request: AnswerRequest) -> inference_pb2.GenerateRequest:
     sampling.top_p = request.top_p
     sampling.min_p = request.min_p
     sampling.logit_bias.update(request.logit_bias)
+    sampling.frequency_penalty = request.frequency_penalty
+    sampling.presence_penalty = request.presence_penalty
+    sampling.repetition_penalty = request.repetition_penalty
+    sampling.min_tokens = request.min_tokens
     sampling.stop_token_ids.extend(request.stop_token_ids)
     sampling.stop.extend(request.stop)
     sampling.ignore_eos = request.ignore_eos

@@ -376,7 +376,9 @@ class Gateway:
                     since_s=asyncio.get_running_loop().time(),
                     held=held,
                 )
-                assembler = Assembler(self.tokenizer.decode, request.stop, sampling.max_tokens)
+                assembler = Assembler(
+                    self.tokenizer.decode, request.stop, sampling.max_tokens, sampling.min_tokens
+                )
                 while assembler.reason is None:
                     live = LiveRequest(RequestId(self._new_id()), request.client_id, record)
                     self._begin(live, runs, asked)

@@ -4,9 +4,11 @@
     run 2   p0 .. p(n-1) t0 t1 t2        ─▶ t3 t4 ...    at most max_tokens - 3, the same seed
 
 What was emitted becomes part of the next run's prompt, so every token keeps its position, and because noise is keyed by
-(seed, position) it keeps its value: the second run says what the first one would have said. A token counts as emitted
-once it has been taken from the mailbox of its run; whatever a run says after it has broken is never looked at, so none
-comes twice. Each run has an id of its own towards the workers, and late words of the one before it find no reader.
+(seed, position) it keeps its value: the second run says what the first one would have said. Penalties count it as
+output still: a run says how many of its prompt's last tokens are that (`SamplingParams.resumed`). A token counts as
+emitted once it has been taken from the mailbox of its run; whatever a run says after it has broken is never looked at,
+so none comes twice. Each run has an id of its own towards the workers, and late words of the one before it find no
+reader.
 
 A worker that takes back the pages of a request has not failed, and each of its runs has said something: such runs
 are not counted against `max_replays`.
@@ -18,8 +20,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NoReturn
-
-import msgspec
 
 from cluster.errors import DeadlineOver, GatewayStopping, Preempted, ReplayFailed, RequestError
 from workers.request import RequestOutput, RequestStats, SamplingParams
@@ -62,9 +62,7 @@ class Runs:
     @property
     def run(self) -> Run:
         """The present run."""
-        sampling = msgspec.structs.replace(
-            self._sampling, max_tokens=self._sampling.max_tokens - self._num_emitted_before
-        )
+        sampling = self._sampling.resumed(self._num_emitted_before)
         return Run(self._run_prompt, sampling, self.num_replays > 0)
 
     @property

@@ -70,7 +70,10 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Finds the first stop string in a text that arrives in pieces. Holds back what may be the start of one."""
+    """Finds the first stop string in a text that arrives in pieces. Holds back what may be the start of one.
+
+    One that is complete within text that may not stop yet is ordinary text.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         if any(not stop for stop in stops):
@@ -78,14 +81,17 @@ class StopStrings:
         self._stops = tuple(stops)
         self._longest = max((len(stop) for stop in stops), default=0)
         self._held = ""
+        self._passed = 0  # characters of it that came while nothing could stop
         self.matched: str | None = None
 
-    def add(self, text: str) -> str:
+    def add(self, text: str, may_stop: bool = True) -> str:
         """Text that is safe to show. Once `matched` is set, always empty."""
         if self.matched is not None:
             return ""
         self._held += text
-        found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if not may_stop:
+            self._passed = len(self._held)
+        found = [(at, stop) for stop in self._stops if (at := self._find(stop)) >= 0]
         if found:
             # The earliest start wins; of two that start together the longer one was asked for more precisely.
             at, self.matched = min(found, key=lambda hit: (hit[0], -len(hit[1])))
@@ -93,7 +99,12 @@ class StopStrings:
             return shown
         keep = self._possible_start()
         shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        self._passed = max(self._passed - len(shown), 0)
         return shown
+
+    def _find(self, stop: str) -> int:
+        """Where the stop string is that ends behind what was passed; -1 when there is none."""
+        return self._held.find(stop, max(self._passed - len(stop) + 1, 0))
 
     def finish(self) -> str:
         """What was held back and turned out to be ordinary text."""
@@ -110,12 +121,16 @@ class StopStrings:
 
 
 class AnswerText:
-    """The text of one answer, token by token."""
+    """The text of one answer, token by token. The first `min_tokens` complete no stop string."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], stops: Sequence[str], min_tokens: int = 0
+    ) -> None:
         self._detokenizer = Detokenizer(decode)
         self._stops = StopStrings(stops)
         self._may_stop = bool(stops)
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
 
     @property
     def stop(self) -> str | None:
@@ -130,9 +145,14 @@ class AnswerText:
     def add(self, *token_ids: int) -> str:
         """Text that these tokens make final."""
         fresh = self._detokenizer.add(*token_ids)
-        return self._stops.add(fresh) if self._may_stop else fresh
+        self._num_tokens += len(token_ids)
+        return self._stops.add(fresh, self._is_long_enough) if self._may_stop else fresh
+
+    @property
+    def _is_long_enough(self) -> bool:
+        return self._num_tokens > self._min_tokens or not self._min_tokens
 
     def finish(self) -> str:
         """The rest of the text. May find a stop string in it."""
-        shown = self._stops.add(self._detokenizer.finish())
+        shown = self._stops.add(self._detokenizer.finish(), self._is_long_enough)
         return shown + ("" if self._stops.matched is not None else self._stops.finish())

@@ -19,6 +19,8 @@ MAX_STOP_TOKENS = 256
 MAX_LOGPROBS = 20
 MAX_BIASED_TOKENS = 1024
 MAX_BIAS = 100.0
+MAX_PENALTY = 2.0
+MAX_REPETITION_PENALTY = 100.0
 MAX_SEED = 2**64 - 1
 
 
@@ -98,12 +100,14 @@ def sampling_of(
             f"min_p is {request.min_p}; it must be in [0, 1]", field="min_p", limit="[0, 1]"
         )
     _check_bias(request, limits)
+    _check_penalties(request)
     _check_not_negative("top_k", request.top_k)
     if request.seed is not None and not 0 <= request.seed <= MAX_SEED:
         raise InvalidArgument(
             f"seed is {request.seed}; it must be in 0..2^64-1", field="seed", limit=MAX_SEED
         )
     _check_stops(request, limits)
+    _check_min_tokens(request, max_tokens, limits)
     if request.logprobs is not None:
         _check_not_negative("logprobs", request.logprobs)
         _check_at_most("logprobs", request.logprobs, min(MAX_LOGPROBS, limits.vocab_size))
@@ -117,8 +121,12 @@ def sampling_of(
         top_p=request.top_p,
         min_p=request.min_p,
         logit_bias=request.logit_bias,
+        frequency_penalty=request.frequency_penalty,
+        presence_penalty=request.presence_penalty,
+        repetition_penalty=request.repetition_penalty,
         seed=seed if request.seed is None else request.seed,
         stop_token_ids=request.stop_token_ids,
+        min_tokens=request.min_tokens,
         ignore_eos=request.ignore_eos,
         logprobs=request.logprobs,
         draft_tokens=request.draft_tokens,
@@ -140,6 +148,44 @@ def _check_bias(request: AnswerRequest, limits: ModelLimits) -> None:
                 field="logit_bias",
                 limit=MAX_BIAS,
             )
+
+
+def _check_penalties(request: AnswerRequest) -> None:
+    for field in ("frequency_penalty", "presence_penalty"):
+        penalty: float = getattr(request, field)
+        if not abs(penalty) <= MAX_PENALTY:  # also refuses what is not a number
+            raise InvalidArgument(
+                f"{field} is {penalty}; it must be in -{MAX_PENALTY}..{MAX_PENALTY}",
+                field=field,
+                limit=MAX_PENALTY,
+            )
+    least = 1 / MAX_REPETITION_PENALTY
+    if not least <= request.repetition_penalty <= MAX_REPETITION_PENALTY:
+        raise InvalidArgument(
+            f"repetition_penalty is {request.repetition_penalty}; it must be in {least}..{MAX_REPETITION_PENALTY} "
+            "(1 changes nothing)",
+            field="repetition_penalty",
+            limit=MAX_REPETITION_PENALTY,
+        )
+
+
+def _check_min_tokens(request: AnswerRequest, max_tokens: int, limits: ModelLimits) -> None:
+    _check_not_negative("min_tokens", request.min_tokens)
+    if request.min_tokens > max_tokens:
+        raise InvalidArgument(
+            f"min_tokens is {request.min_tokens}; max_tokens is {max_tokens}",
+            field="min_tokens",
+            limit=max_tokens,
+        )
+    ends = (
+        {*request.stop_token_ids} if request.ignore_eos else {*request.stop_token_ids, *limits.eos_token_ids}
+    )
+    if request.min_tokens and len(ends) >= limits.vocab_size:
+        raise InvalidArgument(
+            "min_tokens cannot be kept: every token of the vocabulary ends the answer",
+            field="min_tokens",
+            limit=0,
+        )
 
 
 def _check_stops(request: AnswerRequest, limits: ModelLimits) -> None:

@@ -24,6 +24,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from drafter.device import upload
+
 _LOOKS = (512, 8192)  # how many best candidates a filter looks at before it sorts the whole vocabulary
 _ELEMENTS_AT_ONCE = 1 << 16  # noise computed at a time: its temporaries fit a core's cache
 _ELEMENTS_AT_ONCE_ELSEWHERE = 1 << 25  # on devices, where fewer and larger kernels are better
@@ -217,9 +219,7 @@ def rule_rows(rules: Sequence[ChoiceRule], positions: Sequence[int], device: tor
         torch.tensor([rule.top_p for rule in rules], dtype=torch.float64),
         torch.from_numpy(keys),
     ]
-    if device.type == "cuda":  # from pinned memory the copies do not wait for the device
-        columns = [column.pin_memory() for column in columns]
-    temperature_N, top_k_N, top_p_N, keys_N2 = (column.to(device, non_blocking=True) for column in columns)
+    temperature_N, top_k_N, top_p_N, keys_N2 = (upload(column, device) for column in columns)
     filters = [not rule.greedy and (rule.top_k > 0 or rule.top_p < 1.0) for rule in rules]
     any_noise = any(not rule.greedy and not kept for rule, kept in zip(rules, filters, strict=True))
     return RuleRows(temperature_N, top_k_N, top_p_N, keys_N2, any_noise, any(filters))

@@ -58,6 +58,19 @@ def check_pool(num_tokens: int, ledger: KvLedger) -> None:
         raise InvalidRequest(message, field="prompt", limit=ledger.usage().target_pages) from too_long
 
 
+def check_told(num_prompt_tokens: int, prompt_token_ids: Items[int], sampling: SamplingParams) -> None:
+    """Raise InvalidRequest when penalties look at a prompt that did not come with the request."""
+    if not 0 <= sampling.resumed_tokens <= num_prompt_tokens:
+        raise InvalidRequest(
+            f"resumed_tokens is {sampling.resumed_tokens}: the prompt has {num_prompt_tokens} tokens",
+            field="resumed_tokens",
+            limit=num_prompt_tokens,
+        )
+    looked_at = sampling.repetition_penalty != 1.0 or sampling.resumed_tokens > 0
+    if sampling.penalises and looked_at and not prompt_token_ids:
+        raise InvalidRequest("penalties need the prompt's tokens", field="prompt")
+
+
 def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
     """Raise InvalidRequest for values no sampler can honour."""
     if not sampling.temperature >= 0.0:
@@ -72,6 +85,17 @@ def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
     if sampling.top_k < 0:
         message = f"top_k is {sampling.top_k}: it must be >= 0 (0 keeps every token)"
         raise InvalidRequest(message, field="top_k", limit=0)
+    for field in ("frequency_penalty", "presence_penalty"):
+        penalty: float = getattr(sampling, field)
+        if not math.isfinite(penalty):
+            raise InvalidRequest(f"{field} is {penalty}: it must be finite", field=field)
+    if not (math.isfinite(sampling.repetition_penalty) and sampling.repetition_penalty > 0.0):
+        message = f"repetition_penalty is {sampling.repetition_penalty}: it must be finite and > 0"
+        raise InvalidRequest(message, field="repetition_penalty", limit=0)
+    for token in sampling.stop_token_ids:
+        if not 0 <= token < vocab_size:
+            message = f"stop token id {token} is out of range: ids go from 0 to {vocab_size - 1}"
+            raise InvalidRequest(message, field="stop_token_ids", limit=vocab_size - 1)
     token_ids = [token for token, _ in sampling.logit_bias]
     if len(set(token_ids)) < len(token_ids):
         raise InvalidRequest("logit_bias names a token twice", field="logit_bias")

@@ -14,7 +14,7 @@ from collections import deque
 from kvmanager.errors import PoolExhausted, SlotsExhausted
 from kvmanager.ids import RequestId
 from kvmanager.ledger import KvLedger
-from workers.admission import check_lengths, check_new, check_prompt, check_sampling
+from workers.admission import check_lengths, check_new, check_prompt, check_sampling, check_told
 from workers.decode import DecodeLoop
 from workers.engine import Emitted, EngineCounters, EngineEvent
 from workers.errors import Overloaded
@@ -62,6 +62,7 @@ class AggregatedEngine:
         check_prompt(request.prompt_token_ids, self._limits.vocab_size)
         check_sampling(request.sampling, self._limits.vocab_size)
         num_prompt_tokens = len(request.prompt_token_ids)
+        check_told(num_prompt_tokens, request.prompt_token_ids, request.sampling)
         check_lengths(num_prompt_tokens, request.sampling.max_tokens, self._limits.max_seq_len, self.ledger)
         if len(self._waiting) >= self._limits.max_waiting:
             raise Overloaded(

@@ -6,7 +6,8 @@
 A graph fits one batch size and one width (`workers.buckets`). It reads its inputs from buffers that never move and
 live as long as it does, which each step fills before the launch; rows behind the live requests are padding on the
 dummy page, and what they compute nobody reads. The drafts go from one graph to the other on the device. Tokens are
-chosen and compared on the device too; the host waits once, for the targets' choices and the accepted counts.
+chosen and compared on the device too, outside the graphs, from logits adjusted there (`drafter.adjustment`); the host
+waits once, for the targets' choices and the accepted counts.
 
 While the draft graph runs, the host schedules the verify graph's attention.
 
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from drafter.choice import RuleRows, choose, choose_rows, rule_rows
 from drafter.dflash import BlockDrafter
+from drafter.penalties import BlockRows
 from drafter.proposal import DraftBlock
 from drafter.verify import accept
 from kvmanager.manager import BatchLimits
@@ -158,16 +160,15 @@ class CapturedStep:
         rules = self._rules(sequences, starts, width)
         drafts_BK = self._chosen_drafts(draft, rules, sequences, width)
         self._halfway.record()
-        rows = self._parts.runner.target_rows(sequences)
-        verify.plan.update(rows, [start + shape_width for start in starts])
+        page_rows = self._parts.runner.target_rows(sequences)
+        verify.plan.update(page_rows, [start + shape_width for start in starts])
         if verify.context is not None:
             self._update_context(verify.context, sequences, starts)
         verify.graph.replay()
         logits_NV = self._logits_of(batch * shape_width, self._parts.decoder.config.vocab_size)
         logits_BWV = logits_NV.view(batch, shape_width, -1)[:live, :width]
-        logits_NV = self._parts.sampler.adjusted(
-            logits_BWV.reshape(live * width, -1), [s.sampling for s in sequences for _ in range(width)]
-        )
+        rows = BlockRows.behind(drafts_BK, [num_draft] * live)
+        logits_NV = self._parts.sampler.adjusted(logits_BWV.reshape(live * width, -1), sequences, rows)
         targets_N, final_N = choose_rows(logits_NV, rules)
         found, final = self._read_back(drafts_BK, targets_N.view(live, width), final_N)
         if not final:  # rare: some filter keeps more candidates than were looked at
@@ -213,8 +214,7 @@ class CapturedStep:
         drafter = self._parts.drafter
         if draft is not None and drafter is not None:
             hidden_BKH, logits_BKV = (x[:live, : width - 1] for x in draft.block)
-            sampling = [sequence.sampling for sequence in sequences]
-            choice = self._parts.sampler.adjusting(_DeviceChoice(rules, live, width), sampling)
+            choice = self._parts.sampler.adjusting(_DeviceChoice(rules, live, width), sequences)
             anchors_B = self._anchors_starts[0, :live]
             drafts_BK.copy_(drafter.choose(DraftBlock(hidden_BKH, logits_BKV), anchors_B, choice).tokens_BK)
         return drafts_BK

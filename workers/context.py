@@ -26,7 +26,7 @@ from kvmanager.ids import RequestId, TransferId
 from kvmanager.ledger import KvLedger
 from transceiver.errors import TransceiverError, UnknownPeer
 from transceiver.port import Broke, Delivered, Landed, Pages, Released, SendSpec, TransferPort
-from workers.admission import check_new, check_pool, check_prompt, check_sampling
+from workers.admission import check_new, check_pool, check_prompt, check_sampling, check_told
 from workers.decode import DecodeLoop
 from workers.engine import Computed, ContextDone, EngineCounters, EngineEvent, PromptHeld, Refused
 from workers.errors import (
@@ -156,6 +156,7 @@ class ContextEngine:
         check_prompt(request.prompt_token_ids, self._limits.vocab_size)
         check_sampling(request.sampling, self._limits.vocab_size)
         num_tokens = len(request.prompt_token_ids)
+        check_told(num_tokens, request.prompt_token_ids, request.sampling)
         if num_tokens >= self._limits.max_seq_len:
             raise InvalidRequest(
                 f"the prompt has {num_tokens} tokens, max_seq_len is {self._limits.max_seq_len}",

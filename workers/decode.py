@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from drafter.penalties import BlockRows
 from drafter.policy import DraftingPolicy
 from kvmanager.ids import RequestId
 from kvmanager.ledger import KvLedger
@@ -49,8 +50,9 @@ class DecodeLoop:
 
     def first_token(self, sequence: Sequence, logits_1V: Tensor) -> tuple[int, TokenLogprob | None]:
         """Choose the token behind the prompt from its logits [1, V]."""
+        adjusted_1V = self._sampler.adjusted(logits_1V, [sequence], BlockRows.each(1))
         positions = [sequence.num_prompt_tokens]
-        token = int(self._sampler.choose(logits_1V, [sequence.sampling], positions)[0])
+        token = int(self._sampler.choose(adjusted_1V, [sequence.sampling], positions)[0])
         if sequence.sampling.logprobs is None:
             return token, None
         return token, self._sampler.logprobs(logits_1V, torch.tensor([token]), [sequence.sampling.logprobs])[

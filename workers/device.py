@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from workers.device_name import DeviceName
 from workers.errors import ModelMismatch
@@ -22,10 +21,3 @@ def compute_device(name: DeviceName) -> torch.device:
             field="device",
         )
     return torch.device("cuda", 0)
-
-
-def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """A CPU tensor on `device`. To a GPU it goes from pinned memory, so that the host need not wait for it."""
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)

@@ -34,7 +34,7 @@ from kvmanager.errors import PoolExhausted, SlotsExhausted
 from kvmanager.ids import RequestId, TransferId, WorkerEpoch
 from kvmanager.ledger import KvLedger
 from transceiver.port import Broke, Delivered, Landed, ReceiveSpec, Released, TransferPort
-from workers.admission import check_lengths, check_new, check_prompt, check_sampling
+from workers.admission import check_lengths, check_new, check_prompt, check_sampling, check_told
 from workers.decode import DecodeLoop
 from workers.engine import Emitted, EngineCounters, EngineEvent, Granted, Refused
 from workers.errors import AdmissionTimeout, EngineFailed, InvalidRequest, Overloaded, RequestCancelled
@@ -119,9 +119,10 @@ class GenerationEngine:
                 field="position_multiple",
                 limit=1,
             )
-        if request.local_prefill_tokens and request.prompt_token_ids:
+        if request.prompt_token_ids and (request.local_prefill_tokens or request.sampling.penalises):
             check_prompt(request.prompt_token_ids, self._limits.vocab_size)
         check_sampling(request.sampling, self._limits.vocab_size)
+        check_told(request.num_prompt_tokens, request.prompt_token_ids, request.sampling)
         check_lengths(
             request.num_prompt_tokens, request.sampling.max_tokens, self._limits.max_seq_len, self.ledger
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
+from drafter.counts import TokenCounts
 from kvmanager.ids import PageKey, RequestId
 from kvmanager.prefix import page_keys
 from workers.config import Admission
@@ -74,4 +75,13 @@ class EngineLimits:
             prompt_token_ids=prompt,
             page_keys=self.page_keys(prompt, salt),
             cache_salt=salt,
+            counts=_counts(prompt, sampling) if sampling.penalises else None,
         )
+
+
+def _counts(prompt: tuple[int, ...], sampling: SamplingParams) -> TokenCounts:
+    """Of a request that says nothing yet in this run; the end of its prompt may be what earlier ones said."""
+    counts = TokenCounts(prompt if sampling.repetition_penalty != 1.0 else ())
+    for token in prompt[len(prompt) - sampling.resumed_tokens :]:
+        counts.say(token)
+    return counts

@@ -28,6 +28,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     `draft_tokens`: tokens proposed per step for this request; None leaves it to the worker, 0 turns drafting off.
     `min_p`: tokens less likely than that share of the likeliest one are not chosen; 0 cuts none. `logit_bias`: what is
     added to the logits of named tokens, each named once.
+    `frequency_penalty` and `presence_penalty` count output tokens, `repetition_penalty` looks at the prompt's too; 0, 0
+    and 1 change nothing. `min_tokens`: nothing that ends the answer is chosen before so many tokens are out.
+    `resumed_tokens`: how many tokens at the prompt's end are this answer's own, said by an earlier run.
     `logprobs`: number of top alternatives reported per token; None reports none, 0 the chosen token's alone.
     """
 
@@ -37,11 +40,30 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float = 1.0
     min_p: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
     ignore_eos: bool = False
     logprobs: int | None = None
     draft_tokens: int | None = None
+    resumed_tokens: int = 0
+
+    @property
+    def penalises(self) -> bool:
+        """Whether a token's chance depends on the tokens before."""
+        return (self.frequency_penalty, self.presence_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
+
+    def resumed(self, num_tokens: int) -> SamplingParams:
+        """What is asked for once the first `num_tokens` of the answer have become the end of the prompt."""
+        return msgspec.structs.replace(
+            self,
+            max_tokens=self.max_tokens - num_tokens,
+            min_tokens=max(self.min_tokens - num_tokens, 0),
+            resumed_tokens=self.resumed_tokens + num_tokens,
+        )
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from drafter.attention import AttentionPlan, PagedAttention
+from drafter.device import upload
 from drafter.dflash import BlockDrafter
 from drafter.proposal import DraftChoice, Proposal
 from kvmanager.slots import PageTable
-from workers.device import upload
 from workers.faults import Fault
 from workers.models.decoder import Decoder
 from workers.sequence import Sequence

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
+from drafter.counts import TokenCounts
 from kvmanager.ids import PageKey, RequestId
 from workers.request import FinishReason, RequestOutput, RequestStats, SamplingParams, TokenLogprob
 
@@ -25,6 +26,7 @@ class Sequence:
     `since_s`, on the engine's clock, is when its first run was let in: the older goes before the younger.
     `draft_origin` is the first position the drafter's context covers: 0 in service, moved only where a prompt came
     without the drafter's part.
+    `counts` of the tokens so far: where penalties look at them.
     """
 
     request_id: RequestId
@@ -39,6 +41,7 @@ class Sequence:
     cached_prompt_tokens: int = 0
     draft_origin: int = 0
     since_s: float = 0.0
+    counts: TokenCounts | None = None
     output: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     prompt_tokens_computed: int = 0
@@ -60,6 +63,17 @@ class Sequence:
         return self.num_prompt_tokens + len(self.output)
 
     @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """What ends the request, each once."""
+        named = self.sampling.stop_token_ids
+        return tuple({*named} if self.sampling.ignore_eos else {*named, *self.eos_token_ids})
+
+    @property
+    def num_tokens_to_min(self) -> int:
+        """How many of the next tokens must not end the request."""
+        return max(self.sampling.min_tokens - len(self.output), 0)
+
+    @property
     def last_token(self) -> int:
         return self.output[-1]
 
@@ -71,6 +85,8 @@ class Sequence:
         kept = 0
         for token in tokens:
             self.output.append(token)
+            if self.counts is not None:
+                self.counts.say(token)
             kept += 1
             if (
                 not self.sampling.ignore_eos and token in self.eos_token_ids

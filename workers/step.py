@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from drafter.penalties import BlockRows
 from drafter.proposal import Proposal
 from drafter.verify import accept
 from workers.runner import ModelRunner
@@ -93,7 +94,8 @@ class EagerStep:
             for start, count in zip(starts, counts, strict=True)
             for ahead in range(count + 1)
         ]
-        targets_N = self._sampler.choose(logits_NV, sampling, positions)
+        adjusted_NV = self._sampler.adjusted(logits_NV, sequences, BlockRows.behind(drafts_BK, counts))
+        targets_N = self._sampler.choose(adjusted_NV, sampling, positions)
         wants_logits = any(s.sampling.logprobs is not None for s in sequences)
         targets_BW, logits_BWV = _by_request(targets_N, logits_NV, counts, wants_logits)
         accepted = accept(drafts_BK, targets_BW).tolist()
@@ -110,7 +112,7 @@ class EagerStep:
         """Draft tokens [B, num_draft]; draft k is for position start + 1 + k."""
         if num_draft == 0:
             return Proposal(torch.empty((len(sequences), 0), dtype=torch.int64, device=self._runner.device))
-        choice = self._sampler.draft_choice([s.sampling for s in sequences], [start + 1 for start in starts])
+        choice = self._sampler.draft_choice(sequences, [start + 1 for start in starts])
         return self._runner.draft(sequences, num_draft, choice)
 
 

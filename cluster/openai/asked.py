@@ -80,7 +80,6 @@ def _asked(dialect: Dialect, body: CompletionBody | ChatBody, requests: Sequence
         )
     if body.best_of is not None and body.best_of != body.n:
         raise UnsupportedParameter("best_of is not supported here; leave it out", field="best_of")
-    _check_min_tokens(body)
     if body.stream_options is not None and not body.stream:
         raise InvalidArgument("stream_options needs stream to be true", field="stream_options")
     options = body.stream_options or StreamOptions()
@@ -92,15 +91,6 @@ def _asked(dialect: Dialect, body: CompletionBody | ChatBody, requests: Sequence
         usage_at_end=options.include_usage,
         usage_in_chunks=options.continuous_usage_stats,
     )
-
-
-def _check_min_tokens(body: CompletionBody | ChatBody) -> None:
-    """Load generators ask for it together with `ignore_eos`, where every answer has max_tokens anyway."""
-    stops = body.stop or body.stop_token_ids
-    if body.min_tokens > 0 and (stops or not body.ignore_eos):
-        raise UnsupportedParameter(
-            "min_tokens is supported only with ignore_eos and without stops", field="min_tokens"
-        )
 
 
 def _request(
@@ -120,7 +110,11 @@ def _request(
         top_p=body.top_p,
         min_p=body.min_p,
         logit_bias=_biases(body.logit_bias),
+        frequency_penalty=body.frequency_penalty,
+        presence_penalty=body.presence_penalty,
+        repetition_penalty=body.repetition_penalty,
         seed=body.seed,
+        min_tokens=body.min_tokens,
         stop_token_ids=tuple(body.stop_token_ids),
         stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop),
         ignore_eos=body.ignore_eos,

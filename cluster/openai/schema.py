@@ -44,6 +44,8 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     temperature: float = 1.0
     top_p: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
     logit_bias: dict[str, float] = {}
     n: int = 1
     best_of: int | None = None
@@ -55,6 +57,7 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: int = 0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
     ignore_eos: bool = False
     stop_token_ids: list[int] = []
     draft_tokens: int | None = None
@@ -109,7 +112,6 @@ _UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "audio": (),
     "continue_final_message": (False,),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "guided_choice": (),
@@ -121,10 +123,8 @@ _UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "prediction": (),
-    "presence_penalty": (0,),
     "prompt_logprobs": (),
     "reasoning_effort": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),

@@ -15,13 +15,7 @@ from cluster.validate import MAX_SEED
 _SAMPLING = "sampling_params"
 _ANY_SEED = -1  # how vLLM's clients write "no seed"
 
-# Fields that change an answer and that nothing here implements, with the values that mean "off".
-_UNSUPPORTED_SAMPLING: dict[str, tuple[float, ...]] = {
-    "min_p": (0.0,),
-    "frequency_penalty": (0.0,),
-    "presence_penalty": (0.0,),
-    "repetition_penalty": (0.0, 1.0),
-}
+# Fields that change an answer and that nothing here implements.
 _UNSUPPORTED_IF_SET = ("prompt_logprobs", "truncate_prompt_tokens")
 _UNSUPPORTED_MESSAGES = ("mm_inputs", "media_refs", "kv_transfer_params")
 _UNSUPPORTED_LISTS = ("extra_mm_inputs",)
@@ -44,7 +38,13 @@ def requests_of(message: Any) -> tuple[AnswerRequest, ...]:
         temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
         top_k=sampling.top_k,
         top_p=sampling.top_p or 1.0,
+        min_p=sampling.min_p,
+        logit_bias=tuple(sorted(sampling.logit_bias.items())),
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        repetition_penalty=sampling.repetition_penalty or 1.0,
         seed=_seed_of(sampling),
+        min_tokens=sampling.min_tokens,
         stop_token_ids=tuple(sampling.stop_token_ids),
         stop=tuple(sampling.stop),
         ignore_eos=sampling.ignore_eos,
@@ -99,13 +99,7 @@ def _refuse_unsupported(message: Any) -> None:
     found += [field for field in _UNSUPPORTED_LISTS if getattr(message, field)]
     if message.data_parallel_rank:
         found.append("data_parallel_rank")
-    named = [field for field, off in _UNSUPPORTED_SAMPLING.items() if getattr(sampling, field) not in off]
-    named += [field for field in _UNSUPPORTED_IF_SET if sampling.HasField(field)]
-    if sampling.logit_bias:
-        named.append("logit_bias")
-    # Load generators ask for it together with ignore_eos, where every answer has max_tokens anyway.
-    if sampling.min_tokens and (sampling.stop or sampling.stop_token_ids or not sampling.ignore_eos):
-        named.append("min_tokens")
+    named = [field for field in _UNSUPPORTED_IF_SET if sampling.HasField(field)]
     constraint = sampling.WhichOneof("constraint")
     if constraint is not None:
         named.append(constraint)

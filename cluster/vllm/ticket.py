@@ -11,6 +11,7 @@ other sampling it would give an answer that mixes the two.
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from typing import Literal
 
 import msgspec
@@ -76,6 +77,11 @@ def read(json: str, request: AnswerRequest) -> Ticket | None:
             raise InvalidArgument("the hand-off is not one of this cluster's context workers", field=FIELD)
         return None
     if ticket.asked != _digest(request):
+        if ticket.asked == _digest(replace(request, min_tokens=0)):
+            message = (
+                "the first token was chosen without min_tokens; leave it out, or ask for it on both legs"
+            )
+            raise InvalidArgument(message, field="min_tokens")
         raise InvalidArgument("the hand-off was given out for another prompt or other sampling", field=FIELD)
     return ticket
 
@@ -96,8 +102,19 @@ def _digest(request: AnswerRequest) -> str:
         request.top_p,
         request.min_p,
         request.logit_bias,
+        request.frequency_penalty,
+        request.presence_penalty,
+        request.repetition_penalty,
+        _banned(request),
         request.seed,
         request.logprobs,
         request.cache_salt,
     )
     return hashlib.blake2b(msgspec.msgpack.encode(parts), digest_size=16).hexdigest()
+
+
+def _banned(request: AnswerRequest) -> tuple[list[int], bool] | None:
+    """What the first token must not be because of `min_tokens`; None when there is nothing."""
+    if not request.min_tokens or (request.ignore_eos and not request.stop_token_ids):
+        return None
+    return sorted({*request.stop_token_ids}), request.ignore_eos

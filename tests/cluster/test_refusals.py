@@ -72,6 +72,32 @@ BAD: list[tuple[str, Any, Options, str, str, str]] = [
         "sampling.logit_bias",
         "100.0",
     ),
+    *(
+        (f"{name} of {value}", "x", {name: value}, "INVALID_ARGUMENT", f"sampling.{name}", limit)
+        for name, values, limit in (
+            ("frequency_penalty", (2.5, -2.5, float("nan")), "2.0"),
+            ("presence_penalty", (2.5, -2.5, float("nan")), "2.0"),
+            ("repetition_penalty", (0.0, -1.0, 101.0, float("nan")), "100.0"),
+        )
+        for value in values
+    ),
+    (
+        "min_tokens over max_tokens",
+        "x",
+        {"min_tokens": 4, "max_tokens": 3},
+        "INVALID_ARGUMENT",
+        "sampling.min_tokens",
+        "3",
+    ),
+    (
+        "min_tokens where everything ends the answer",
+        "x",
+        {"min_tokens": 1, "stop_token_ids": tuple(range(256))},
+        "INVALID_ARGUMENT",
+        "sampling.min_tokens",
+        "0",
+    ),
+    ("min_tokens negative", "x", {"min_tokens": -1}, "INVALID_ARGUMENT", "sampling.min_tokens", ""),
     ("top_k negative", "x", {"top_k": -1}, "INVALID_ARGUMENT", "sampling.top_k", "0"),
     ("logprobs negative", "x", {"logprobs": -1}, "INVALID_ARGUMENT", "sampling.logprobs", "0"),
     ("too many logprobs", "x", {"logprobs": 21}, "INVALID_ARGUMENT", "sampling.logprobs", "20"),

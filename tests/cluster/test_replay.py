@@ -76,6 +76,19 @@ def said(*token_ids: int, **more: Any) -> RequestOutput:
     return RequestOutput(request_id=RID, token_ids=token_ids, **more)
 
 
+def test_penalties_and_min_tokens_know_what_earlier_runs_said() -> None:
+    sampling = SamplingParams(max_tokens=10, min_tokens=5, presence_penalty=1.0)
+    request = Runs((1, 2, 3), sampling, 3)
+    assert request.run.sampling == sampling
+    request.note([said(4), said(5, 6)])
+    request.broke(WorkerLost("gone"), ["g1"])
+    assert (request.run.sampling.min_tokens, request.run.sampling.resumed_tokens) == (2, 3)
+    request.note([said(7), said(8, 9)])
+    request.broke(WorkerLost("gone too"), ["g2"])
+    assert (request.run.sampling.min_tokens, request.run.sampling.resumed_tokens) == (0, 6)
+    assert request.run.sampling.presence_penalty == 1.0
+
+
 def test_what_was_said_becomes_the_next_prompt_and_counts_against_max_tokens() -> None:
     request = runs()
     request.note([said(4), said(5, 6)])

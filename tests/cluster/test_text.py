@@ -114,6 +114,37 @@ def test_nothing_follows_a_stop_string() -> None:
     assert answer.stop == "b"
 
 
+@given(
+    st.lists(st.text("ab", max_size=4), max_size=12),
+    st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.integers(0, 12),
+)
+def test_a_stop_string_counts_only_when_it_ends_behind_the_first_tokens(
+    tokens: list[str], stops: list[str], min_tokens: int
+) -> None:
+    answer = AnswerText(lambda token_ids: "".join(tokens[i] for i in token_ids), stops, min_tokens)
+    shown, whole, cut = "", "", None
+    for index, token in enumerate(tokens):
+        shown += answer.add(index)
+        before, whole = len(whole), whole + token
+        ends = [
+            at
+            for stop in stops
+            for at in range(len(whole) - len(stop) + 1)
+            if whole.startswith(stop, at) and at + len(stop) > before
+        ]
+        if ends and index >= min_tokens:
+            cut = min(ends)
+            break
+    if cut is None:
+        assert shown + answer.finish() == whole
+        assert answer.stop is None
+    else:
+        assert shown == whole[:cut]
+        assert answer.stop is not None
+        assert whole.startswith(answer.stop, cut)
+
+
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(ValueError, match="must not be empty"):
         StopStrings([""])

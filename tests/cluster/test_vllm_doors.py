@@ -214,15 +214,41 @@ async def test_stops_are_told_by_what_matched(doors: Doors) -> None:
     assert (by_end.finish_reason, by_end.WhichOneof("matched_stop")) == ("stop", None)
 
 
+async def test_what_adjusts_logits_reaches_both_workers(doors: Doors) -> None:
+    adjusting = {
+        "min_p": 0.25,
+        "logit_bias": {97: 1.5},
+        "frequency_penalty": 0.5,
+        "presence_penalty": -0.5,
+        "repetition_penalty": 1.25,
+    }
+    assert (await doors.both(ask(**adjusting)))[-1].complete.output_ids
+    for host in (doors.context_host, doors.generation_host):
+        seen = host.samplings[-1]
+        assert {name: getattr(seen, name) for name in adjusting} == adjusting | {"logit_bias": ((97, 1.5),)}
+    assert (await doors.both(ask()))[-1].complete.output_ids
+    assert doors.generation_host.samplings[-1].repetition_penalty == 1.0
+
+
+async def test_a_hand_off_whose_first_token_knew_nothing_of_min_tokens_is_refused_by_name(
+    doors: Doors,
+) -> None:
+    """smg leaves it out of the prompt's leg; with nothing that can end an answer it means nothing there."""
+    with pytest.raises(grpc.aio.AioRpcError, match="chosen without min_tokens") as refused:
+        await doors.both(ask(min_tokens=2))
+    assert "sampling_params.min_tokens" in str(refused.value.trailing_metadata())
+    assert (await doors.both(ask(min_tokens=2, ignore_eos=True)))[-1].complete.output_ids
+
+
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
-    ({"min_p": 0.1}, "sampling_params.min_p"),
-    ({"frequency_penalty": 1.0}, "sampling_params.frequency_penalty"),
-    ({"presence_penalty": -1.0}, "sampling_params.presence_penalty"),
-    ({"repetition_penalty": 1.1}, "sampling_params.repetition_penalty"),
-    ({"min_tokens": 2}, "sampling_params.min_tokens"),
+    ({"min_p": 1.1}, "sampling_params.min_p"),
+    ({"frequency_penalty": 2.5}, "sampling_params.frequency_penalty"),
+    ({"presence_penalty": -3.0}, "sampling_params.presence_penalty"),
+    ({"repetition_penalty": -1.0}, "sampling_params.repetition_penalty"),
+    ({"min_tokens": 1000}, "sampling_params.min_tokens"),
     ({"prompt_logprobs": 0}, "sampling_params.prompt_logprobs"),
     ({"truncate_prompt_tokens": 5}, "sampling_params.truncate_prompt_tokens"),
-    ({"logit_bias": {3: 1.0}}, "sampling_params.logit_bias"),
+    ({"logit_bias": {3: 101.0}}, "sampling_params.logit_bias"),
     ({"json_schema": "{}"}, "sampling_params.json_schema"),
     ({"regex": "a"}, "sampling_params.regex"),
     ({"choice": pb.ChoiceConstraint(choices=["a"])}, "sampling_params.choice"),
@@ -477,7 +503,7 @@ def unsigned(values: st.SearchStrategy[int]) -> st.SearchStrategy[int]:
 SAMPLING = st.fixed_dictionaries(
     {"max_tokens": st.sampled_from([1, 3, 3])},
     optional={
-        **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), NUMBERS),
+        **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"), NUMBERS),
         **dict.fromkeys(("seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"), SMALL),
         **{name: unsigned(SMALL) for name in ("top_k", "min_tokens", "n")},
         "stop": st.lists(st.sampled_from(["", "a", "bc", "x" * 300]), max_size=3),

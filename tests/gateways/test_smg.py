@@ -192,8 +192,7 @@ def test_several_choices_and_stop_strings(
 @pytest.mark.parametrize(
     ("more", "field"),
     [
-        ({"extra_body": {"min_p": 0.1}}, "min_p"),
-        ({"frequency_penalty": 1.0}, "frequency_penalty"),
+        ({"extra_body": {"min_tokens": 4}}, "min_tokens"),
         ({"response_format": {"type": "json_object"}}, "json_schema"),
         ({"max_tokens": 100_000}, "max_tokens"),
     ],

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
 from kvmanager.ids import RequestId
 from tests.workers.split_pair import Outcome, SplitPair
 from workers.request import SamplingParams
@@ -66,10 +64,9 @@ class ReplayingPair(SplitPair):
                 answer.end = outcome
 
     def _run_again(self, answer: Answer) -> None:
-        left = answer.sampling.max_tokens - len(answer.tokens)
         again = self.ask(
             [*answer.prompt, *answer.tokens],
-            msgspec.structs.replace(answer.sampling, max_tokens=left),
+            answer.sampling.resumed(len(answer.tokens)),
             age_s=self.now_s - answer.since_s,
             local_prefill_tokens=self._local_prefill_tokens,
         )

@@ -253,6 +253,13 @@ def test_waiting_requests_are_bounded_and_time_out(models: Models, prompts: list
         ("logit_bias", SamplingParams(max_tokens=4, logit_bias=((10**6, 1.0),))),
         ("logit_bias", SamplingParams(max_tokens=4, logit_bias=((3, 1.0), (3, 2.0)))),
         ("logit_bias", SamplingParams(max_tokens=4, logit_bias=((3, float("inf")),))),
+        ("frequency_penalty", SamplingParams(max_tokens=4, frequency_penalty=float("inf"))),
+        ("presence_penalty", SamplingParams(max_tokens=4, presence_penalty=float("nan"))),
+        ("repetition_penalty", SamplingParams(max_tokens=4, repetition_penalty=0.0)),
+        ("prompt", SamplingParams(max_tokens=4, repetition_penalty=1.1)),  # and no token of it
+        ("prompt", SamplingParams(max_tokens=4, presence_penalty=0.5, resumed_tokens=2)),
+        ("resumed_tokens", SamplingParams(max_tokens=4, resumed_tokens=4)),
+        ("stop_token_ids", SamplingParams(max_tokens=4, stop_token_ids=(10**6,))),
         ("top_k", SamplingParams(max_tokens=4, top_k=-1)),
         ("max_tokens", SamplingParams(max_tokens=0)),
     ],

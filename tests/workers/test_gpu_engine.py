@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cluster.prompt_sets import builtin_prompts
+from drafter.penalties import BlockRows
 from kvmanager.ids import RequestId
 from kvmanager.layout import DraftKv
 from tests.workers.split_pair import SplitPair
@@ -111,6 +112,42 @@ def test_captured_steps_score_as_eager_ones(
     assert torch.corrcoef(torch.stack([x.flatten() for x in anchor]))[0, 1] > 0.999
     again = captured.run(sequences, num_draft)
     assert (again.targets, again.accepted) == (found.targets, found.accepted), "a step changes nothing"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_captured_steps_penalise_as_a_cpu_does(
+    half: Models, chats: list[list[int]], temperature: float
+) -> None:
+    """The choice of every row, from the logits that the step computed, and the drafts that it made."""
+    engine = build(config("aggregated"), half).engine
+    asked = SamplingParams(
+        max_tokens=64,
+        temperature=temperature,
+        seed=3,
+        frequency_penalty=0.9,
+        presence_penalty=-0.4,
+        repetition_penalty=1.3,
+        min_tokens=60,
+    )
+    live, num_draft = 4, 7
+    for index in range(live):
+        penalised = asked if index else msgspec.structs.replace(asked, frequency_penalty=0.0)
+        submit(engine, str(index), chats[index], penalised)
+    while len(engine._decoding) < live:  # type: ignore[attr-defined]
+        engine.step(0.0)
+    for _ in range(6):
+        engine.step(0.0)
+    sequences = engine._decoding  # type: ignore[attr-defined]
+    step, sampler = engine.decode._step, engine.decode._sampler
+    found = step.run(sequences, num_draft)
+    rows = BlockRows.behind(step._drafted[:live, :num_draft].cpu(), [num_draft] * live)  # type: ignore[attr-defined]
+    wide_NV = sampler.adjusted(found.logits_BWV.flatten(0, 1).cpu(), sequences, rows)
+    owners = [sequences[b] for b in rows.requests]
+    positions = [s.num_tokens + ahead for s, ahead in zip(owners, rows.ahead, strict=True)]
+    chosen_N = sampler.choose(wide_NV, [s.sampling for s in owners], positions)
+    assert chosen_N.view(live, -1).tolist() == found.targets
+    plain_NV = found.logits_BWV.flatten(0, 1).cpu()
+    assert not torch.equal(wide_NV.argmax(dim=-1), plain_NV.argmax(dim=-1)), "penalties matter here"
 
 
 def test_padding_never_changes_what_live_requests_say(half: Models, chats: list[list[int]]) -> None:

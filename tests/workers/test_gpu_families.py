@@ -65,7 +65,7 @@ def test_captured_steps_draft_what_eager_ones_do(family: Models, live: int, samp
     while engine._decoding:
         sequences = list(engine._decoding)
         starts = engine.ledger.lengths_of([each.request_id for each in sequences])
-        choice = sampler.draft_choice([each.sampling for each in sequences], [start + 1 for start in starts])
+        choice = sampler.draft_choice(sequences, [start + 1 for start in starts])
         expected = runner.draft(sequences, count, choice).tokens_BK
         captured.run(sequences, count)
         found = captured._drafted[: len(sequences), :count]  # type: ignore[attr-defined]

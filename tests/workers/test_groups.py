@@ -17,6 +17,16 @@ from workers.request import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=14, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=14, ignore_eos=True, temperature=0.8, top_p=0.95, seed=3, logprobs=2)
+PENALISED = SamplingParams(
+    max_tokens=14,
+    temperature=0.8,
+    seed=3,
+    frequency_penalty=0.5,
+    repetition_penalty=1.3,
+    stop_token_ids=(4,),
+    min_tokens=12,
+)
+SAMPLINGS = (GREEDY, SAMPLED, PENALISED)
 PROMPTS = [[(seed * 5 + i * i * seed + i) % VOCAB for i in range(9 + 4 * seed)] for seed in (1, 2, 3)]
 SMALL: dict[str, Any] = {"dtype": "float64", "page_size": 4, "chunk": 8}
 HEADS = {"num_attention_heads": 4, "head_dim": 8}
@@ -66,9 +76,9 @@ def test_a_group_answers_as_one_rank_does(
     heads = HEADS | {"num_key_value_heads": kv_heads}
     pair = write_random_pair(tmp_path, drafting | heads, family, **heads)
     alone = load_pair(pair)
-    golden = [run_aggregated(alone, PROMPTS, sampling, **SMALL) for sampling in (GREEDY, SAMPLED)]
+    golden = [run_aggregated(alone, PROMPTS, sampling, **SMALL) for sampling in SAMPLINGS]
     with group(size, lambda ranks: load_pair(pair, ranks), config("aggregated", **SMALL)) as assembly:
-        found = [answers(assembly.engine, PROMPTS, sampling) for sampling in (GREEDY, SAMPLED)]
+        found = [answers(assembly.engine, PROMPTS, sampling) for sampling in SAMPLINGS]
         assert assembly.engine.ledger.target.geometry.num_kv_heads == max(kv_heads // size, 1)
     assert [account(each) for each in found] == [account(each) for each in golden]
     accepted = [position for each in account(found[1]) for position in each[2]]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
+from drafter.counts import TokenCounts
 from kvmanager.ids import RequestId
 from kvmanager.manager import BatchLimits
 from kvmanager.slots import PageTable
@@ -134,14 +135,20 @@ class Follower:
 
 
 def _sequence(row: Row, *newest: int) -> Sequence:
-    """As much of a request as the forward passes look at."""
+    """As much of a request as forward passes and choices look at."""
+    # Here the newest token is the whole output.
+    num_banned = row.num_banned + len(newest) if row.num_banned else 0
+    sampling = msgspec.structs.replace(
+        row.sampling, min_tokens=num_banned, stop_token_ids=row.banned, ignore_eos=True
+    )
     return Sequence(
         request_id=row.request_id,
         num_prompt_tokens=row.length,
-        sampling=row.sampling,
+        sampling=sampling,
         eos_token_ids=frozenset(),
         drafting=row.drafting,
         max_draft_tokens=0,
         draft_origin=row.draft_origin,
         output=list(newest),
+        counts=TokenCounts.of(row.counts) if row.counts is not None else None,
     )

@@ -137,6 +137,9 @@ def rows_of(runner: ModelRunner, sequences: Items[Sequence]) -> tuple[Row, ...]:
             draft_origin=sequence.draft_origin,
             target_pages=packed(target_row),
             draft_pages=packed(draft_rows.get(sequence.request_id, none)),
+            counts=sequence.counts.pairs() if sequence.counts is not None else None,
+            banned=sequence.stop_token_ids if sequence.num_tokens_to_min else (),
+            num_banned=sequence.num_tokens_to_min,
         )
         for sequence, length, target_row in zip(
             sequences, runner.lengths_of(sequences), target_rows, strict=True

@@ -19,7 +19,8 @@ from workers.request import SamplingParams
 class Row(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One request of a step. `target_pages`, `draft_pages`: its rows as int32 bytes, as far as the step reaches.
 
-    `length`: positions with KV, in front of the step.
+    `length`: positions with KV, in front of the step. `counts`: (token, times said) of all tokens so far, where
+    penalties look at them; `banned`: what the next `num_banned` tokens must not be.
     """
 
     request_id: RequestId
@@ -29,6 +30,9 @@ class Row(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     draft_origin: int
     target_pages: bytes
     draft_pages: bytes
+    counts: tuple[tuple[int, int], ...] | None = None
+    banned: tuple[int, ...] = ()
+    num_banned: int = 0
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, tag=True):

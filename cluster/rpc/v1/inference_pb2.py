@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x63luster/rpc/v1/inference.proto\x12\x0e\x63luster.rpc.v1\"\xfc\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12-\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x18.cluster.rpc.v1.TokenIdsH\x00\x12$\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x14.cluster.rpc.v1.ChatH\x00\x12*\n\x08sampling\x18\x06 \x01(\x0b\x32\x18.cluster.rpc.v1.Sampling\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x17\n\x0f\x63onversation_id\x18\x08 \x01(\tB\x08\n\x06prompt\"\x1b\n\x08TokenIds\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"5\n\x04\x43hat\x12-\n\x08messages\x18\x01 \x03(\x0b\x32\x1b.cluster.rpc.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x9c\x03\n\x08Sampling\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x01\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x02\x88\x01\x01\x12\x1a\n\x0estop_token_ids\x18\x06 \x03(\rB\x02\x10\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x15\n\x08logprobs\x18\t \x01(\x05H\x03\x88\x01\x01\x12\x19\n\x0c\x64raft_tokens\x18\n \x01(\x05H\x04\x88\x01\x01\x12\r\n\x05min_p\x18\x0b \x01(\x02\x12;\n\nlogit_bias\x18\x0c \x03(\x0b\x32\'.cluster.rpc.v1.Sampling.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x08\n\x06_top_pB\x07\n\x05_seedB\x0b\n\t_logprobsB\x0f\n\r_draft_tokens\"\xa3\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\x0c\n\x04text\x18\x03 \x01(\t\x12.\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1c.cluster.rpc.v1.TokenLogprob\x12&\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x16.cluster.rpc.v1.Finish\"\x9a\x01\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x35\n\x03top\x18\x03 \x03(\x0b\x32(.cluster.rpc.v1.TokenLogprob.Alternative\x1a\x30\n\x0b\x41lternative\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"j\n\x06\x46inish\x12,\n\x06reason\x18\x01 \x01(\x0e\x32\x1c.cluster.rpc.v1.FinishReason\x12\x0c\n\x04stop\x18\x02 \x01(\t\x12$\n\x05usage\x18\x03 \x01(\x0b\x32\x15.cluster.rpc.v1.Usage\"\xcf\x03\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\routput_tokens\x18\x02 \x01(\r\x12\x14\n\x0c\x64\x65\x63ode_steps\x18\x03 \x01(\r\x12\x15\n\rdecode_tokens\x18\x04 \x01(\r\x12\x19\n\x11\x61\x63\x63\x65ptance_length\x18\x05 \x01(\x01\x12\x1b\n\x13\x64\x65\x63ode_steps_first8\x18\x06 \x01(\r\x12\x1c\n\x14\x64\x65\x63ode_tokens_first8\x18\x07 \x01(\r\x12 \n\x18\x61\x63\x63\x65ptance_length_first8\x18\x08 \x01(\x01\x12 \n\x14\x61\x63\x63\x65pted_by_position\x18\t \x03(\rB\x02\x10\x01\x12\x1f\n\x13\x64rafted_by_position\x18\n \x03(\rB\x02\x10\x01\x12,\n$prompt_tokens_computed_on_generation\x18\x0b \x01(\r\x12\x17\n\x0fkv_bytes_target\x18\x0c \x01(\x04\x12\x16\n\x0ekv_bytes_draft\x18\r \x01(\x04\x12\x1d\n\x15time_to_first_token_s\x18\x0e \x01(\x01\x12\x14\n\x0ctotal_time_s\x18\x0f \x01(\x01\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x10 \x01(\r\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"#\n\x0e\x43\x61ncelResponse\x12\x11\n\tcancelled\x18\x01 \x01(\r\"\x11\n\x0fGetModelRequest\"\x8e\x01\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x13\n\x0bmax_seq_len\x18\x03 \x01(\r\x12\x18\n\x10max_draft_tokens\x18\x04 \x01(\r\x12\x19\n\reos_token_ids\x18\x05 \x03(\rB\x02\x10\x01\x12\r\n\x05\x64type\x18\x06 \x01(\t*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x32\xf4\x01\n\tInference\x12O\n\x08Generate\x12\x1f.cluster.rpc.v1.GenerateRequest\x1a .cluster.rpc.v1.GenerateResponse0\x01\x12G\n\x06\x43\x61ncel\x12\x1d.cluster.rpc.v1.CancelRequest\x1a\x1e.cluster.rpc.v1.CancelResponse\x12M\n\x08GetModel\x12\x1f.cluster.rpc.v1.GetModelRequest\x1a .cluster.rpc.v1.GetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x63luster/rpc/v1/inference.proto\x12\x0e\x63luster.rpc.v1\"\xfc\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12-\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x18.cluster.rpc.v1.TokenIdsH\x00\x12$\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x14.cluster.rpc.v1.ChatH\x00\x12*\n\x08sampling\x18\x06 \x01(\x0b\x32\x18.cluster.rpc.v1.Sampling\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x17\n\x0f\x63onversation_id\x18\x08 \x01(\tB\x08\n\x06prompt\"\x1b\n\x08TokenIds\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"5\n\x04\x43hat\x12-\n\x08messages\x18\x01 \x03(\x0b\x32\x1b.cluster.rpc.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x9d\x04\n\x08Sampling\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x01\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x02\x88\x01\x01\x12\x1a\n\x0estop_token_ids\x18\x06 \x03(\rB\x02\x10\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x15\n\x08logprobs\x18\t \x01(\x05H\x03\x88\x01\x01\x12\x19\n\x0c\x64raft_tokens\x18\n \x01(\x05H\x04\x88\x01\x01\x12\r\n\x05min_p\x18\x0b \x01(\x02\x12;\n\nlogit_bias\x18\x0c \x03(\x0b\x32\'.cluster.rpc.v1.Sampling.LogitBiasEntry\x12\x19\n\x11\x66requency_penalty\x18\r \x01(\x02\x12\x18\n\x10presence_penalty\x18\x0e \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\x0f \x01(\x02H\x05\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x10 \x01(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x08\n\x06_top_pB\x07\n\x05_seedB\x0b\n\t_logprobsB\x0f\n\r_draft_tokensB\x15\n\x13_repetition_penalty\"\xa3\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\x0c\n\x04text\x18\x03 \x01(\t\x12.\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1c.cluster.rpc.v1.TokenLogprob\x12&\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x16.cluster.rpc.v1.Finish\"\x9a\x01\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x35\n\x03top\x18\x03 \x03(\x0b\x32(.cluster.rpc.v1.TokenLogprob.Alternative\x1a\x30\n\x0b\x41lternative\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"j\n\x06\x46inish\x12,\n\x06reason\x18\x01 \x01(\x0e\x32\x1c.cluster.rpc.v1.FinishReason\x12\x0c\n\x04stop\x18\x02 \x01(\t\x12$\n\x05usage\x18\x03 \x01(\x0b\x32\x15.cluster.rpc.v1.Usage\"\xcf\x03\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\routput_tokens\x18\x02 \x01(\r\x12\x14\n\x0c\x64\x65\x63ode_steps\x18\x03 \x01(\r\x12\x15\n\rdecode_tokens\x18\x04 \x01(\r\x12\x19\n\x11\x61\x63\x63\x65ptance_length\x18\x05 \x01(\x01\x12\x1b\n\x13\x64\x65\x63ode_steps_first8\x18\x06 \x01(\r\x12\x1c\n\x14\x64\x65\x63ode_tokens_first8\x18\x07 \x01(\r\x12 \n\x18\x61\x63\x63\x65ptance_length_first8\x18\x08 \x01(\x01\x12 \n\x14\x61\x63\x63\x65pted_by_position\x18\t \x03(\rB\x02\x10\x01\x12\x1f\n\x13\x64rafted_by_position\x18\n \x03(\rB\x02\x10\x01\x12,\n$prompt_tokens_computed_on_generation\x18\x0b \x01(\r\x12\x17\n\x0fkv_bytes_target\x18\x0c \x01(\x04\x12\x16\n\x0ekv_bytes_draft\x18\r \x01(\x04\x12\x1d\n\x15time_to_first_token_s\x18\x0e \x01(\x01\x12\x14\n\x0ctotal_time_s\x18\x0f \x01(\x01\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x10 \x01(\r\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"#\n\x0e\x43\x61ncelResponse\x12\x11\n\tcancelled\x18\x01 \x01(\r\"\x11\n\x0fGetModelRequest\"\x8e\x01\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x13\n\x0bmax_seq_len\x18\x03 \x01(\r\x12\x18\n\x10max_draft_tokens\x18\x04 \x01(\r\x12\x19\n\reos_token_ids\x18\x05 \x03(\rB\x02\x10\x01\x12\r\n\x05\x64type\x18\x06 \x01(\t*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x32\xf4\x01\n\tInference\x12O\n\x08Generate\x12\x1f.cluster.rpc.v1.GenerateRequest\x1a .cluster.rpc.v1.GenerateResponse0\x01\x12G\n\x06\x43\x61ncel\x12\x1d.cluster.rpc.v1.CancelRequest\x1a\x1e.cluster.rpc.v1.CancelResponse\x12M\n\x08GetModel\x12\x1f.cluster.rpc.v1.GetModelRequest\x1a .cluster.rpc.v1.GetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,8 +45,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_USAGE'].fields_by_name['drafted_by_position']._serialized_options = b'\020\001'
   _globals['_GETMODELRESPONSE'].fields_by_name['eos_token_ids']._loaded_options = None
   _globals['_GETMODELRESPONSE'].fields_by_name['eos_token_ids']._serialized_options = b'\020\001'
-  _globals['_FINISHREASON']._serialized_start=1985
-  _globals['_FINISHREASON']._serialized_end=2109
+  _globals['_FINISHREASON']._serialized_start=2114
+  _globals['_FINISHREASON']._serialized_end=2238
   _globals['_GENERATEREQUEST']._serialized_start=51
   _globals['_GENERATEREQUEST']._serialized_end=303
   _globals['_TOKENIDS']._serialized_start=305
@@ -56,27 +56,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHATMESSAGE']._serialized_start=389
   _globals['_CHATMESSAGE']._serialized_end=433
   _globals['_SAMPLING']._serialized_start=436
-  _globals['_SAMPLING']._serialized_end=848
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=736
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=784
-  _globals['_GENERATERESPONSE']._serialized_start=851
-  _globals['_GENERATERESPONSE']._serialized_end=1014
-  _globals['_TOKENLOGPROB']._serialized_start=1017
-  _globals['_TOKENLOGPROB']._serialized_end=1171
-  _globals['_TOKENLOGPROB_ALTERNATIVE']._serialized_start=1123
-  _globals['_TOKENLOGPROB_ALTERNATIVE']._serialized_end=1171
-  _globals['_FINISH']._serialized_start=1173
-  _globals['_FINISH']._serialized_end=1279
-  _globals['_USAGE']._serialized_start=1282
-  _globals['_USAGE']._serialized_end=1745
-  _globals['_CANCELREQUEST']._serialized_start=1747
-  _globals['_CANCELREQUEST']._serialized_end=1782
-  _globals['_CANCELRESPONSE']._serialized_start=1784
-  _globals['_CANCELRESPONSE']._serialized_end=1819
-  _globals['_GETMODELREQUEST']._serialized_start=1821
-  _globals['_GETMODELREQUEST']._serialized_end=1838
-  _globals['_GETMODELRESPONSE']._serialized_start=1841
-  _globals['_GETMODELRESPONSE']._serialized_end=1983
-  _globals['_INFERENCE']._serialized_start=2112
-  _globals['_INFERENCE']._serialized_end=2356
+  _globals['_SAMPLING']._serialized_end=977
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=842
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=890
+  _globals['_GENERATERESPONSE']._serialized_start=980
+  _globals['_GENERATERESPONSE']._serialized_end=1143
+  _globals['_TOKENLOGPROB']._serialized_start=1146
+  _globals['_TOKENLOGPROB']._serialized_end=1300
+  _globals['_TOKENLOGPROB_ALTERNATIVE']._serialized_start=1252
+  _globals['_TOKENLOGPROB_ALTERNATIVE']._serialized_end=1300
+  _globals['_FINISH']._serialized_start=1302
+  _globals['_FINISH']._serialized_end=1408
+  _globals['_USAGE']._serialized_start=1411
+  _globals['_USAGE']._serialized_end=1874
+  _globals['_CANCELREQUEST']._serialized_start=1876
+  _globals['_CANCELREQUEST']._serialized_end=1911
+  _globals['_CANCELRESPONSE']._serialized_start=1913
+  _globals['_CANCELRESPONSE']._serialized_end=1948
+  _globals['_GETMODELREQUEST']._serialized_start=1950
+  _globals['_GETMODELREQUEST']._serialized_end=1967
+  _globals['_GETMODELRESPONSE']._serialized_start=1970
+  _globals['_GETMODELRESPONSE']._serialized_end=2112
+  _globals['_INFERENCE']._serialized_start=2241
+  _globals['_INFERENCE']._serialized_end=2485
 # @@protoc_insertion_point(module_scope)

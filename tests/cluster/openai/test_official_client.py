@@ -134,14 +134,16 @@ async def test_extensions_pass_through(ask: openai.AsyncOpenAI, cluster: FakeClu
         "draft_tokens": 0,
         "min_p": 0.25,
         "logit_bias": {"98": -1.5, "97": 2},
-        "repetition_penalty": 1.0,
+        "repetition_penalty": 1.5,
     }
-    answer = await completed(ask, prompt=[97, 0, 98], max_tokens=6, top_p=0.5, extra_body=extra)
+    penalties = {"frequency_penalty": 0.5, "presence_penalty": -1}
+    answer = await completed(ask, prompt=[97, 0, 98], max_tokens=6, top_p=0.5, extra_body=extra, **penalties)
     assert answer.choices[0].text == "a\0ba\0b"
     seen = [host.samplings[-1] for host in cluster.hosts.values() if host.role != "context"][-1]
     assert (seen.top_k, seen.top_p, seen.draft_tokens, seen.ignore_eos) == (5, 0.5, 0, True)
     assert (seen.min_p, seen.logit_bias) == (0.25, ((97, 2.0), (98, -1.5)))
-    assert seen.temperature == 1.0
+    assert (seen.frequency_penalty, seen.presence_penalty, seen.repetition_penalty) == (0.5, -1.0, 1.5)
+    assert (seen.temperature, seen.min_tokens) == (1.0, 6)
     stopped = await completed(
         ask, prompt="abc", max_tokens=6, extra_body={"stop_token_ids": [98], "top_k": -1}
     )
@@ -250,8 +252,9 @@ async def refusal(ask: openai.AsyncOpenAI, **options: Any) -> openai.APIStatusEr
         ({"echo": True}, "echo", "unsupported_parameter"),
         ({"suffix": "end"}, "suffix", "unsupported_parameter"),
         ({"best_of": 2}, "best_of", "unsupported_parameter"),
-        ({"presence_penalty": 0.5}, "presence_penalty", "unsupported_parameter"),
-        ({"frequency_penalty": -1}, "frequency_penalty", "unsupported_parameter"),
+        ({"presence_penalty": 2.1}, "presence_penalty", "invalid_value"),
+        ({"frequency_penalty": -3}, "frequency_penalty", "invalid_value"),
+        ({"extra_body": {"repetition_penalty": 0}}, "repetition_penalty", "invalid_value"),
         ({"logit_bias": {"a": 5}}, "logit_bias", "invalid_value"),
         ({"logit_bias": {"97": 101}}, "logit_bias", "invalid_value"),
         ({"extra_body": {"min_p": 1.5}}, "min_p", "invalid_value"),
@@ -261,7 +264,7 @@ async def refusal(ask: openai.AsyncOpenAI, **options: Any) -> openai.APIStatusEr
             "unsupported_parameter",
         ),
         ({"extra_body": {"tools": [{"type": "function"}]}}, "tools", "unsupported_parameter"),
-        ({"extra_body": {"min_tokens": 2}}, "min_tokens", "unsupported_parameter"),
+        ({"extra_body": {"min_tokens": 4}}, "min_tokens", "invalid_value"),
         ({"extra_body": {"temprature": 1}}, "temprature", "unknown_parameter"),
         ({"temperature": -1}, "temperature", "invalid_value"),
         ({"top_p": 0}, "top_p", "invalid_value"),

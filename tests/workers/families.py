@@ -1,0 +1,50 @@
+"""The drafter families that are served, as small random pairs: a row each, and every test over families runs it.
+
+A family of `kvmanager.families` has a row here, is tested in a file of its own, or is named as not served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kvmanager.families import DRAFT_KV_FORMS
+from kvmanager.layout import DraftKv
+from tests.workers.random_pair import ANOTHER_SHAPE, dflash2, dspark, load_random_pair
+from workers.assembly import Models
+
+TESTED_APART = frozenset({"dspark_embedded"})  # tests.workers.test_embedded_drafter
+NOT_SERVED = frozenset({"mtp", "eagle3"})
+
+
+@dataclass(frozen=True)
+class Row:
+    """`load` writes a pair into an empty directory and loads it. The target is that of `load_random_pair`."""
+
+    family: str
+    load: Callable[[Path], Models]
+
+    @property
+    def forms(self) -> list[DraftKv]:
+        """Where its KV may live when split."""
+        return sorted(DRAFT_KV_FORMS[self.family]["split"])
+
+
+def _row(family: str, drafting: dict[str, Any] | None = None) -> Row:
+    return Row(family, partial(load_random_pair, drafting=drafting))
+
+
+FAMILIES: dict[str, Row] = {
+    "dflash": _row("dflash"),
+    "dflash of another shape": _row("dflash", ANOTHER_SHAPE),
+    "dflash2": _row("dflash2", dflash2()),
+    "dflash2 of another shape": _row("dflash2", dflash2(**ANOTHER_SHAPE)),
+    "dspark vanilla": _row("dspark", dspark("vanilla")),
+    "dspark gated": _row("dspark", dspark("gated")),
+    "dspark rnn": _row("dspark", dspark("rnn")),
+    "dspark without heads": _row("dspark", dspark("vanilla", markov_rank=0, enable_confidence_head=False)),
+    "dspark of another shape": _row("dspark", dspark("vanilla", **ANOTHER_SHAPE)),
+}
