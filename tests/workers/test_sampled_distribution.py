@@ -60,15 +60,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "min_tokens": 2,
     },
 }
-HEADED = [
-    name for name in FAMILIES if name.startswith("dspark") and "without" not in name
-]  # have confidences
+KINDS = [name for name in FAMILIES if "shape" not in name]  # a shape changes no way of choosing
+HEADED = [name for name in KINDS if name.startswith("dspark") and "without" not in name]  # have confidences
 
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Models]:
     torch.set_num_threads(1)
-    return {name: row.load(tmp_path_factory.mktemp("pair")) for name, row in FAMILIES.items()}
+    return {
+        name: row.load(tmp_path_factory.mktemp("pair")) for name, row in FAMILIES.items() if name in KINDS
+    }
 
 
 @pytest.fixture(scope="module")
@@ -147,13 +148,13 @@ def sampled_p(
     for tokens in emitted:
         if len(tokens) > 1:
             pairs[tokens[0], tokens[1]] += 1
-    assert pairs.sum() > 0, "some drafts were accepted"
+    # A drafter that is sure of what the other settings rule out may have no draft accepted there.
+    assert pairs.sum() > 0 or setting != SETTINGS["plain"], "some drafts were accepted"
     first_probs = plain_distribution(behind[0], sampling, [ANCHOR])
     then = [plain_distribution(row, sampling, [ANCHOR, token]) for token, row in enumerate(behind[1])]
     expected = pairs.sum(dim=1, keepdim=True) * torch.stack(then)
-    return min(
-        chi_squared_p(first, len(emitted) * first_probs), chi_squared_p(pairs.flatten(), expected.flatten())
-    )
+    first_p = chi_squared_p(first, len(emitted) * first_probs)
+    return min(first_p, chi_squared_p(pairs.flatten(), expected.flatten())) if pairs.sum() else first_p
 
 
 def emitted_by(
@@ -171,7 +172,7 @@ def emitted_by(
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", KINDS)
 def test_tokens_follow_the_targets_distribution(
     loaded: dict[str, Models], behind: tuple[Tensor, Tensor], family: str, setting: str
 ) -> None:
@@ -228,7 +229,7 @@ class Noting:
 
 
 @pytest.mark.parametrize("mistake", ["all", "argmax under q"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", KINDS)
 def test_drafts_accepted_for_being_drafted_are_found_out(
     loaded: dict[str, Models],
     behind: tuple[Tensor, Tensor],
@@ -261,7 +262,7 @@ def without_and_with_drafts(
 
 @pytest.mark.parametrize(
     ("family", "setting"),
-    [*((family, "all of them") for family in FAMILIES), *(("dflash", setting) for setting in SETTINGS)],
+    [*((family, "all of them") for family in KINDS), *(("dflash", setting) for setting in SETTINGS)],
 )
 def test_drafting_changes_no_sampled_token_and_no_log_probability(
     loaded: dict[str, Models], family: str, setting: str
