@@ -42,7 +42,7 @@ class Proposal:
     def confidences_BK(self) -> Tensor | None:
         """For each draft, roughly the probability that the target chooses it too when it has chosen all before it.
 
-        None for a proposal that knows nothing of itself.
+        None for a proposal that knows nothing of itself. Computed anew each time it is asked for.
         """
         return None if self.estimate is None else self.estimate()
 

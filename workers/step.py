@@ -82,8 +82,8 @@ class EagerStep:
         began_s = self._clock()
         proposal = self._draft(sequences, starts, num_draft)
         drafts_BK, verified = proposal.tokens_BK, None
-        if trim is not None and proposal.confidences_BK is not None:
-            verified = trim(proposal.confidences_BK.tolist())
+        if trim is not None and (confidences_BK := proposal.confidences_BK) is not None:
+            verified = trim(confidences_BK.tolist())
             drafts_BK = drafts_BK[:, : max(verified)]
         drafted_s = self._clock()
         counts = [drafts_BK.shape[1]] * len(sequences) if verified is None else verified
