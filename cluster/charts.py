@@ -129,6 +129,7 @@ class _Axes:
     def __init__(self, left: float, right: float, top: float) -> None:
         self._left = left
         self._right = right if right > left else left + 1.0
+        top = top or 1.0  # nothing was accepted at all
         self._step = tick(top) * (1 if top / tick(top) <= 6 else 2)
         self._top = math.ceil(top / self._step + 1e-9) * self._step
 

@@ -124,6 +124,11 @@ def test_lines_of_any_figures_stay_inside_the_picture(points: tuple[Point, ...])
             assert 0 <= float(element.get(name, 0)) <= height
 
 
+def test_a_drafter_of_which_nothing_is_accepted_has_its_pictures_too() -> None:
+    nothing = [Series("one", 0, (Point(0, 0.0), Point(1, 0.0)))]
+    assert svgs(lines(CHART, nothing) + bars(CHART, ["first", "second"], nothing))
+
+
 def test_a_bar_is_as_high_as_its_figure() -> None:
     one, two = (
         Series("one", 0, (Point(0, 4.0), Point(1, 2.0))),
