@@ -1,9 +1,9 @@
 """What an engine does with the prefix cache: which pages a request may take from it, and which it leaves there.
 
 Only a request that computed the drafter's context with the target's KV leaves pages, because whoever hits them
-will draft from them: not one that asked for no drafts, and nothing at all while a fault is injected. What is
-already written goes on to be read: at the end of a prompt its full pages are left, and at the end of a request
-those of its answer too, so that the next turn of a conversation finds both.
+will draft from them: not one that asked for no drafts or whose prompt came without the drafter's part, and nothing at
+all while a fault is injected. What is already written goes on to be read: at the end of a prompt its full pages are
+left, and at the end of a request those of its answer too, so that the next turn of a conversation finds both.
 """
 
 from __future__ import annotations
@@ -76,4 +76,5 @@ class PrefixReuse:
 
     def _valid(self, sequence: Sequence) -> bool:
         known = len(sequence.prompt_token_ids) == sequence.num_prompt_tokens
-        return self._trusted and known and (sequence.drafting or self._ledger.draft is None)
+        whole = sequence.drafting and sequence.draft_origin == 0
+        return self._trusted and known and (whole or self._ledger.draft is None)

@@ -299,6 +299,21 @@ def test_what_a_fault_spoilt_is_never_found_and_spoils_nothing(
     same(outcome, golden)
 
 
+def test_what_came_without_draft_context_is_not_kept_where_it_was_received(
+    models: Models, prompts: list[list[int]]
+) -> None:
+    """Only the sender knew why; whoever drafted from those pages later would lose acceptance and no one would know."""
+    prompt = long_prompt(prompts)
+    pair = pair_of(models)
+    pair.context.inject(Fault.EMPTY_CONTEXT)
+    ask(pair, prompt)
+    pair.context.inject(Fault.NONE)
+    outcome = ask(pair, prompt)
+    assert outcome.reservation is not None
+    assert outcome.reservation.first_position == 0
+    same(outcome, golden_of(models, prompt))
+
+
 def test_a_broken_transfer_leaves_nothing(models: Models, prompts: list[list[int]]) -> None:
     prompt = long_prompt(prompts)
     pair = pair_of(models, context=False, chunk=PAGE)
