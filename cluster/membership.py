@@ -151,6 +151,8 @@ class Membership:
     async def _attached(self, link: WorkerLink) -> None:
         assert link.facts is not None
         name, epoch = link.worker.name, link.facts.epoch
+        if self.links.get(name) is not link:  # a last frame of a worker that was taken out or replaced
+            return
         before, self._epochs[name] = self._epochs.get(name, epoch), epoch
         if before != epoch:
             self._bury(before)
@@ -188,47 +190,52 @@ class Membership:
         if pair in self._paired or pair in self._refused or pair in self._introducing:
             return
         self._introducing[pair] = asyncio.create_task(
-            self._introduction(pair, context, generation),
+            self._introduction(pair, context.worker.name, generation.worker.name),
             name=f"{context.worker.name} and {generation.worker.name}",
         )
 
-    async def _introduction(self, pair: _Pair, context: WorkerLink, generation: WorkerLink) -> None:
+    async def _introduction(self, pair: _Pair, context: str, generation: str) -> None:
         try:
             await self._shake_hands(pair, context, generation)
         finally:
             del self._introducing[pair]
             self._changed.set()
 
-    async def _shake_hands(self, pair: _Pair, context: WorkerLink, generation: WorkerLink) -> None:
-        """Until it is done or refused; whoever is lost meanwhile is introduced again when it is back."""
-        while _there(context, pair[0]) and _there(generation, pair[1]):
-            assert context.facts is not None
-            assert generation.facts is not None
+    async def _shake_hands(self, pair: _Pair, context: str, generation: str) -> None:
+        """Until it is done or refused; whoever is lost meanwhile is introduced again when it is back.
+
+        A worker that was taken out may be back under another link, so each try looks for the links by their names.
+        """
+        while (writer := self._there(context, pair[0])) and (reader := self._there(generation, pair[1])):
+            assert writer.facts is not None
+            assert reader.facts is not None
             try:
-                await generation.client.connect(context.facts.hello, HANDSHAKE_TIMEOUT_S)
-                await context.client.connect(generation.facts.hello, HANDSHAKE_TIMEOUT_S)
+                await reader.client.connect(writer.facts.hello, HANDSHAKE_TIMEOUT_S)
+                await writer.client.connect(reader.facts.hello, HANDSHAKE_TIMEOUT_S)
             except HandshakeFailed as refused:
                 # Two versions during a roll-out, or a mistake: each may still work with others.
-                self._refused[pair] = f"{context.worker.name} and {generation.worker.name}: {refused}"
+                self._refused[pair] = f"{context} and {generation}: {refused}"
                 _log.warning("workers that do not fit together: %s", self._refused[pair])
                 return
             except (WorkerUnreachable, WorkerRefused) as error:
-                names = (context.worker.name, generation.worker.name)
-                _log.warning("%s and %s could not be introduced yet: %s", *names, error)
+                _log.warning("%s and %s could not be introduced yet: %s", context, generation, error)
                 await asyncio.sleep(_RETRY_S)
                 continue
             if {*pair} <= {*self._epochs.values()}:  # neither has been replaced meanwhile
                 self._paired.add(pair)
             return
 
+    def _there(self, name: str, epoch: WorkerEpoch) -> WorkerLink | None:
+        """The link to this incarnation of a worker, while it is attached."""
+        link = self.links.get(name)
+        if link is None or link.state is not LinkState.READY or link.facts is None:
+            return None
+        return link if link.facts.epoch == epoch else None
+
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _there(link: WorkerLink, epoch: WorkerEpoch) -> bool:
-    return link.state is LinkState.READY and link.facts is not None and link.facts.epoch == epoch
 
 
 def _snapshot(link: WorkerLink, facts: WorkerFacts) -> WorkerSnapshot:

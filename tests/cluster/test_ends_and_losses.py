@@ -312,6 +312,48 @@ async def test_a_worker_that_is_slow_to_shake_hands_keeps_nobody_else_from_servi
             await server.stop()
 
 
+async def test_a_worker_that_was_taken_out_and_is_back_is_introduced_though_its_first_handshake_is_under_way(
+    start_cluster: StartCluster,
+) -> None:
+    peers: Any = {}
+    cluster = await start_cluster(FakeHost("generation", peers))
+    (generation,) = cluster.hosts.values()
+    let_go, asked, connect = threading.Event(), threading.Event(), generation.connect
+
+    def slowly(hello: bytes) -> WorkerEpoch:
+        asked.set()
+        assert let_go.wait(15)
+        return connect(hello)
+
+    generation.connect = slowly  # type: ignore[method-assign]
+    server = WorkerServer(FakeHost("context", peers))
+    try:
+        without = [link.worker for link in cluster.gateway.links]
+        context = WorkerAddress("context", "context", await server.start("127.0.0.1"))
+        cluster.gateway.assign([*without, context])
+        while not asked.is_set():
+            await asyncio.sleep(0.005)
+        cluster.gateway.assign(without)
+        cluster.gateway.assign([*without, context])
+        while any(link.state is not LinkState.READY for link in cluster.gateway.links):
+            await asyncio.sleep(0.005)
+        let_go.set()
+        while not cluster.gateway.paired:
+            await asyncio.sleep(0.005)
+        assert (await cluster.client.complete("ab", max_tokens=4))[0] == "abab"
+    finally:
+        let_go.set()
+        await server.stop()
+
+
+async def test_a_last_frame_does_not_bring_back_a_worker_that_was_taken_out(split: FakeCluster) -> None:
+    gone, stays = split.gateway.links
+    split.gateway.assign([stays.worker])
+    await gone._events.attached(gone)  # the loop may have its frame at hand when the link is closed
+    assert gone.state is LinkState.SUSPECT
+    assert not split.gateway.paired
+
+
 async def test_a_port_that_accepts_and_never_answers_does_not_hang_the_start() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
