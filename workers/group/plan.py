@@ -17,7 +17,7 @@ from workers.request import SamplingParams
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """One request of a step. `target_pages`, `draft_pages`: its rows as int32 bytes, as far as the step reaches.
+    """One request of a step. `target_pages`, `draft_pages`: its rows as int32 bytes, up to its last page.
 
     `length`: positions with KV, in front of the step. `counts`: (token, times said) of all tokens so far, where
     penalties look at them; `banned`: what the next `num_banned` tokens must not be.
