@@ -36,7 +36,7 @@ def group(
     ended: list[BaseException] = []
 
     def ranks(rank: int) -> GroupRanks:
-        return GroupRanks(Seat(rank=rank, size=size, timeout_s=TIMEOUT_S), store)
+        return GroupRanks(Seat(rank=rank, size=size, timeout_s=TIMEOUT_S, start_s=TIMEOUT_S), store)
 
     def follow(rank: int) -> None:
         end = ranks(rank)
