@@ -32,6 +32,7 @@ from cluster.client import AsyncClient
 from cluster.config import ClusterConfig
 from cluster.errors import RequestError
 from cluster.rpc.v1 import admin_pb2, inference_pb2
+from cluster.timeline import MAX_RECORDS
 from tests.cluster.certificates import Certificates, make_certificates
 from tests.faults import nonsense
 from tests.faults.local_cluster import RunningCluster, local_cluster, settled
@@ -42,6 +43,7 @@ REFUSAL = "a valid bearer token is needed"
 CALL_TIMEOUT_S = 10.0
 SETTLE_S = 30.0
 TOLERATED_BYTES = 2 << 20
+_SEVERAL = 8
 WARM_UP = 0.4  # of the time; what fills once has filled then
 OURS = frozenset({"UNKNOWN", "INTERNAL", "DATA_LOSS"})
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -217,6 +219,7 @@ async def run(plan: Plan) -> Result:
             )
             async with contextlib.aclosing(_Canary(told[0]["grpc"], result)) as canary:
                 await canary.learn()
+                await canary.ask_often(MAX_RECORDS)
                 await _throw(plan, fuzz, cluster, canary)
                 result.failures += await settled(canary.client, SETTLE_S)
                 await canary.ask()
@@ -251,6 +254,15 @@ class _Canary:
         self._result.ended["canary right" if text == self._right else "canary wrong"] += 1
         if text != self._right:
             self._result.fail(f"the plain request got {text!r} instead of {self._right!r}")
+
+    async def ask_often(self, num: int) -> None:
+        """At least so many plain requests, several at once: what a gateway remembers of the latest is full then."""
+
+        async def several() -> None:
+            for _ in range(-(-num // _SEVERAL)):
+                await self.client.complete("Are you there?", max_tokens=1)
+
+        await asyncio.gather(*(several() for _ in range(_SEVERAL)))
 
     async def aclose(self) -> None:
         await self.client.close()
