@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from kvmanager.ids import RequestId
 
 _LARGEST_LOGIT = 7.0  # confidences beyond 0.999 say no more than that
+_LARGEST_SCORE = 30.0  # its chance is still under 1 as a float
 _RISE = 0.1  # of biases from draft to draft, before anything was seen
 _MEMORY = 0.999  # of a trial after one more
 _REQUEST_MEMORY = 0.98
@@ -74,6 +75,7 @@ class ChanceBook:
             chance = self._chance(request, draft, logit)
             error, certainty = (draft < accepted) - chance, chance * (1 - chance)
             self._slope.learn(logit, error, certainty)
+            self._slope.value = max(self._slope.value, 0.0)  # whatever a few trials say, surer is not worse
             for bias in (self._bias, self._positions[draft], own):
                 bias.learn(1.0, error, certainty)
 
@@ -84,7 +86,8 @@ class ChanceBook:
     def _chance(self, request: RequestId, draft: int, logit: float) -> float:
         own = self._requests.get(request)
         score = self._slope.value * logit + self._bias.value + self._positions[draft].value
-        return 1 / (1 + math.exp(-(score if own is None else score + own.value)))
+        score = score if own is None else score + own.value
+        return 1 / (1 + math.exp(-min(max(score, -_LARGEST_SCORE), _LARGEST_SCORE)))
 
 
 def _logit(confidence: float) -> float:

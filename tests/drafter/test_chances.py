@@ -6,7 +6,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from drafter.chances import ChanceBook
@@ -38,6 +38,7 @@ def test_before_anything_was_seen_the_drafter_is_trusted() -> None:
     assert later == pytest.approx([0.8, 0.8], abs=0.05)
 
 
+@example([(0.0, True), (0.0, True), (1.0, False), (1.0, False)], 0.0, 1.0)
 @given(st.lists(st.tuples(CONFIDENCE, st.booleans()), max_size=40), CONFIDENCE, CONFIDENCE)
 def test_chances_are_probabilities_and_rise_with_confidence(
     seen: list[tuple[float, bool]], one: float, other: float
