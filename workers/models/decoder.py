@@ -24,6 +24,7 @@ from drafter.layers import TORCH_OPS, LayerOps, RotaryTable, Rotation
 from drafter.linear import Linear
 from drafter.ranks import ALONE, Ranks, embed, share_of_heads
 from workers.models.config import ModelConfig
+from workers.models.mlp import Mlp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +37,7 @@ class LayerWeights:
     k_norm: Tensor | None
     output: Linear  # heads·D to H
     post_attention_norm: Tensor
-    gate_up: Linear  # H to 2·I
-    down: Linear  # I to H
+    mlp: Mlp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +123,7 @@ class Decoder:
         for index, (layer, norm_after) in enumerate(zip(self._layers, norms_after, strict=True)):
             mixed = self._attention(index, normed, rotation, attention, plan)
             normed, residual = ops.add_rms_norm(mixed, residual, layer.post_attention_norm, eps)
-            moved = layer.down(ops.swiglu(layer.gate_up(normed)))
+            moved = layer.mlp(normed)
             normed, residual = ops.add_rms_norm(moved, residual, norm_after, eps)
             if index in tap_layer_ids:
                 tapped[index] = residual

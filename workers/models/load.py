@@ -30,6 +30,7 @@ from workers.models.decoder import Decoder, DecoderWeights, LayerWeights
 from workers.models.errors import CheckpointError
 from workers.models.gguf_source import GgufSource
 from workers.models.huggingface import HuggingFaceSource
+from workers.models.mlp import DenseMlp, Mlp
 from workers.models.source import TensorSource, check_tensors
 
 _THREADS = 2  # expanding quantized weights spends half its time outside the interpreter lock
@@ -51,7 +52,7 @@ def load_decoder(
     """
     source = _open(Path(path))
     shapes = check_tensors(source)
-    weights = _Assembly(source, shapes, dtype, torch.device(device), ranks).weights()
+    weights = _Assembly(source, shapes, dtype, torch.device(device), ops, ranks).weights()
     return Decoder(source.config, weights, source.fingerprint(), ops, ranks)
 
 
@@ -75,12 +76,14 @@ class _Assembly:
         shapes: dict[str, tuple[int, ...]],
         dtype: torch.dtype,
         device: torch.device,
+        ops: LayerOps,
         ranks: Ranks,
     ) -> None:
         self._source = source
         self._shapes = shapes
         self._dtype = dtype
         self._device = device
+        self._ops = ops
         self._ranks = ranks
         config = source.config
         heads = share_of_heads(config.num_heads, config.num_kv_heads, ranks)
@@ -112,34 +115,41 @@ class _Assembly:
     def _layer(self, index: int) -> LayerWeights:
         config, prefix = self._source.config, f"layers.{index}."
 
-        def tensor(kind: str, parts: Mapping[str, slice], columns: slice = WHOLE) -> Tensor:
-            return self._tensor({f"{prefix}{part}.{kind}": rows for part, rows in parts.items()}, columns)
-
-        def divided(parts: Mapping[str, slice], *, bias: bool) -> Linear:
-            return Linear(tensor("weight", parts), tensor("bias", parts) if bias else None)
-
-        def merging(part: str, columns: slice, *, bias: bool) -> Linear:
-            whole = {part: WHOLE}
-            return summed(
-                tensor("weight", whole, columns), tensor("bias", whole) if bias else None, self._ranks
-            )
-
         def norm(name: str) -> Tensor:
-            return tensor("weight", {name: WHOLE})
+            return self._tensor({f"{prefix}{name}.weight": WHOLE})
 
         qkv = {"self_attn.q_proj": self._q, "self_attn.k_proj": self._kv, "self_attn.v_proj": self._kv}
-        gate_up = {"mlp.gate_proj": self._inner, "mlp.up_proj": self._inner}
-
         return LayerWeights(
             input_norm=norm("input_layernorm"),
-            qkv=divided(qkv, bias=config.qkv_bias),
+            qkv=self._divided(prefix, qkv, bias=config.qkv_bias),
             q_norm=norm("self_attn.q_norm") if config.qk_norm else None,
             k_norm=norm("self_attn.k_norm") if config.qk_norm else None,
-            output=merging("self_attn.o_proj", self._q, bias=config.output_bias),
+            output=self._merging(prefix, "self_attn.o_proj", self._q, bias=config.output_bias),
             post_attention_norm=norm("post_attention_layernorm"),
-            gate_up=divided(gate_up, bias=config.mlp_bias),
-            down=merging("mlp.down_proj", self._inner, bias=config.mlp_bias),
+            mlp=self._dense_mlp(prefix),
         )
+
+    def _dense_mlp(self, prefix: str) -> Mlp:
+        gate_up = {"mlp.gate_proj": self._inner, "mlp.up_proj": self._inner}
+        bias = self._source.config.mlp_bias
+        return DenseMlp(
+            self._divided(prefix, gate_up, bias=bias),
+            self._merging(prefix, "mlp.down_proj", self._inner, bias=bias),
+            self._ops,
+        )
+
+    def _divided(self, prefix: str, parts: Mapping[str, slice], *, bias: bool) -> Linear:
+        """This rank's rows of a layer's projections, fused into one."""
+
+        def stacked(kind: str) -> Tensor:
+            return self._tensor({f"{prefix}{part}.{kind}": rows for part, rows in parts.items()})
+
+        return Linear(stacked("weight"), stacked("bias") if bias else None)
+
+    def _merging(self, prefix: str, part: str, columns: slice, *, bias: bool) -> Linear:
+        """This rank's columns of a layer's projection, whose result is summed over ranks."""
+        weight = self._tensor({f"{prefix}{part}.weight": WHOLE}, columns)
+        return summed(weight, self._tensor({f"{prefix}{part}.bias": WHOLE}) if bias else None, self._ranks)
 
     def _tensor(self, parts: Mapping[str, slice], columns: slice = WHOLE) -> Tensor:
         """Those rows of the named tensors stacked, in the model's dtype on its device. `columns`: of matrices."""
