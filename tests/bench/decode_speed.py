@@ -13,7 +13,6 @@ import argparse
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,11 @@ from typing import Any
 import torch
 
 from cluster.prompt_sets import BUILTIN_SETS, builtin_set
-from kvmanager.ids import RequestId
+from tests.bench.answers import answer, encoded
 from workers.aggregated import AggregatedEngine
 from workers.assembly import Models, build, load_models
 from workers.config import PairSpec, WorkerConfig
-from workers.engine import Computed, Emitted
-from workers.request import SamplingParams, SubmitRequest
+from workers.request import SamplingParams
 from workers.tokenizer import Tokenizer
 
 MODES = ("target_only", "full", "adaptive")
@@ -57,22 +55,8 @@ class Ours:
         sampling = SamplingParams(
             max_tokens=max_tokens, draft_tokens=self.draft_tokens, ignore_eos=ignore_eos
         )
-        tokens, steps = 0, self.engine.decode.decode_steps
-        started_s = time.perf_counter()
-        for index, prompt in enumerate(prompts):
-            self.engine.submit(
-                SubmitRequest(
-                    request_id=RequestId(str(index)), prompt_token_ids=tuple(prompt), sampling=sampling
-                )
-            )
-        with torch.inference_mode():
-            while not self.engine.idle:
-                for event in self.engine.step(0.0):
-                    if isinstance(event, Computed):
-                        continue
-                    assert isinstance(event, Emitted)
-                    tokens += len(event.output.token_ids)
-        return tokens, time.perf_counter() - started_s, self.engine.decode.decode_steps - steps
+        answered = answer(self.engine, prompts, sampling)
+        return answered.tokens, answered.seconds, answered.rows
 
 
 class Transformers:
@@ -184,12 +168,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     models = load_models(WorkerConfig(role="aggregated", pair=PairSpec(name=options.pair)))
     tokenizer = Tokenizer.from_path(models.pair.target_path)
-    sets = {
-        name: [
-            tokenizer.apply_chat_template([{"role": "user", "content": p.text}]) for p in builtin_set(name)
-        ]
-        for name in options.sets
-    }
+    sets = {name: encoded(tokenizer, builtin_set(name)) for name in options.sets}
     result: dict[str, Any] = {"threads": options.threads, "tokens": options.tokens}
     if options.peer:
         every = [prompt for group in zip(*sets.values(), strict=False) for prompt in group]
