@@ -12,7 +12,8 @@ Tensor parallel: every rank sees the same tokens and hidden states; between two 
 After a join every rank has the logits of the whole vocabulary, bit for bit the same, so that all of them choose the
 same tokens, whatever the request filters by. With fewer KV heads than ranks, neighbouring ranks hold the same head.
 What costs little to compute and much to exchange is whole on every rank: norms, the drafter's projection of the
-target's taps, and the heads that draft a block from left to right.
+target's taps, and the heads that draft a block from left to right. Ranks may also have tokens of their own: see
+`workers.models.division`.
 
 A rank alone shares nothing, and its layers are the plain ones.
 """
@@ -55,6 +56,9 @@ class Ranks(Protocol):
     def join(self, x_NC: Tensor) -> Tensor:
         """Every rank's [N, C] side by side in rank order, [N, size·C]."""
 
+    def gather(self, x: Tensor) -> Tensor:
+        """Every rank's `x` in rank order, [size, ...]; all of one shape."""
+
 
 class OneRank:
     """A worker of one rank."""
@@ -66,6 +70,9 @@ class OneRank:
 
     def join(self, x_NC: Tensor) -> Tensor:
         return x_NC
+
+    def gather(self, x: Tensor) -> Tensor:
+        return x.unsqueeze(0)
 
 
 ALONE: Ranks = OneRank()

@@ -9,7 +9,7 @@ Every step, on all ranks:
 
     first rank ── the step, as bytes ──▶ the others           `tell` / `hear`
     all ◀── ballots ──▶ all                                   `vote`: ready? as many collectives as I? the same tokens?
-    forward passes, with their collectives                    `sum`, `join`
+    forward passes, with their collectives                    `sum`, `join`, `gather`
 
 Between steps nobody talks, so the first rank sends a beat now and then. Every wait ends in GroupBroken: after `start_s`
 while ranks meet and load, after `timeout_s` from then on. A rank that breaks calls `close`: its connections go, and
@@ -79,10 +79,13 @@ class GroupRanks:
         return x
 
     def join(self, x_NC: Tensor) -> Tensor:
-        joined = x_NC.new_empty((self.size, *x_NC.shape))
-        own = x_NC.contiguous()
-        self._collective("a join", lambda: self._data.allgather([list(joined.unbind())], [own]))
-        return joined.transpose(0, 1).flatten(1)
+        return self.gather(x_NC).transpose(0, 1).flatten(1)
+
+    def gather(self, x: Tensor) -> Tensor:
+        gathered = x.new_empty((self.size, *x.shape))
+        own = x.contiguous()
+        self._collective("a gathering", lambda: self._data.allgather([list(gathered.unbind())], [own]))
+        return gathered
 
     def least(self, counts: list[int]) -> list[int]:
         """Elementwise minimum over ranks, of what they must agree on before the first step."""

@@ -22,8 +22,9 @@ from torch import Tensor
 from drafter.attention import AttentionPlan, PagedAttention
 from drafter.layers import TORCH_OPS, LayerOps, RotaryTable, Rotation
 from drafter.linear import Linear
-from drafter.ranks import ALONE, Ranks, embed, share_of_heads
+from drafter.ranks import Ranks, embed, share_of_heads
 from workers.models.config import ModelConfig
+from workers.models.division import WHOLE_ON_ONE_RANK, Division
 from workers.models.mlp import Mlp
 
 
@@ -67,12 +68,12 @@ class Decoder:
         weights: DecoderWeights,
         fingerprint: str,
         ops: LayerOps = TORCH_OPS,
-        ranks: Ranks = ALONE,
+        division: Division = WHOLE_ON_ONE_RANK,
     ) -> None:
         """`config` counts what the whole model has, `heads` what this rank has of it."""
         self.config = config
-        self.ranks = ranks
-        self.heads = share_of_heads(config.num_heads, config.num_kv_heads, ranks)
+        self._division = division
+        self.heads = share_of_heads(config.num_heads, config.num_kv_heads, division.heads)
         self._ops = ops
         self.fingerprint = fingerprint
         self.embed_weight = weights.embed
@@ -90,6 +91,11 @@ class Decoder:
         return self.embed_weight if self._tied else self.lm_head.dense_weight()
 
     @property
+    def ranks(self) -> Ranks:
+        """Among whom heads and vocabulary are divided."""
+        return self._division.heads
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.embed_weight.dtype
 
@@ -104,12 +110,14 @@ class Decoder:
         attention: PagedAttention,
         plan: AttentionPlan,
         tap_layer_ids: Sequence[int] = (),
+        rows_by_rank: Sequence[int] = (),
     ) -> DecoderOutput:
         """Run one step and write its keys and values.
 
         token_ids_T, positions_T: integer [T], in the order the plan was made for. Tap id i is the output of
         decoder layer i before the final norm (Hugging Face's hidden_states[i + 1]), -1 the embedding's; taps are
-        joined in the order asked for. Raises ValueError for a tap outside -1 .. num_layers - 1.
+        joined in the order asked for. rows_by_rank: T on every rank, where each has tokens of its own. Raises
+        ValueError for a tap outside -1 .. num_layers - 1.
         """
         for tap in tap_layer_ids:
             if not -1 <= tap < self.config.num_layers:
@@ -123,12 +131,18 @@ class Decoder:
         for index, (layer, norm_after) in enumerate(zip(self._layers, norms_after, strict=True)):
             mixed = self._attention(index, normed, rotation, attention, plan)
             normed, residual = ops.add_rms_norm(mixed, residual, layer.post_attention_norm, eps)
-            moved = layer.mlp(normed)
+            moved = self._division.over(layer.mlp, normed, rows_by_rank)
             normed, residual = ops.add_rms_norm(moved, residual, norm_after, eps)
             if index in tap_layer_ids:
                 tapped[index] = residual
         taps = torch.cat([tapped[tap] for tap in tap_layer_ids], dim=-1) if tap_layer_ids else None
         return DecoderOutput(normed, taps)
+
+    def assist(self, rows_by_rank: Sequence[int]) -> None:
+        """Take part in a step in which other ranks alone have tokens."""
+        nothing_0H = self.embed_weight.new_empty((0, self.config.hidden_size))
+        for layer in self._layers:
+            self._division.over(layer.mlp, nothing_0H, rows_by_rank)
 
     def logits(self, hidden_NH: Tensor, out_NV: Tensor | None = None) -> Tensor:
         """Scores over the vocabulary, [N, V], of rows of `DecoderOutput.hidden_TH`; written to `out_NV` if given."""

@@ -27,6 +27,7 @@ from drafter.ranks import (
 )
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder, DecoderWeights, LayerWeights
+from workers.models.division import divide
 from workers.models.errors import CheckpointError
 from workers.models.gguf_source import GgufSource
 from workers.models.huggingface import HuggingFaceSource
@@ -42,18 +43,22 @@ def load_decoder(
     device: torch.device | str = "cpu",
     ops: LayerOps = TORCH_OPS,
     ranks: Ranks = ALONE,
+    *,
+    attention_dp: bool = False,
 ) -> Decoder:
     """Load a target in `dtype` (float32, float64, bfloat16 or float16) on `device`.
 
     `ops`: how that device computes what lies between matrix products. `ranks`: among whom the target is divided.
+    `attention_dp`: every rank has tokens of its own, see `workers.models.division`.
 
     Raises UnevenShares, and for anything that is missing, misshapen or not supported CheckpointError, which names the
     file and the tensor or field.
     """
     source = _open(Path(path))
     shapes = check_tensors(source)
-    weights = _Assembly(source, shapes, dtype, torch.device(device), ops, ranks).weights()
-    return Decoder(source.config, weights, source.fingerprint(), ops, ranks)
+    division = divide(ranks, attention_dp=attention_dp)
+    weights = _Assembly(source, shapes, dtype, torch.device(device), ops, ranks, division.heads).weights()
+    return Decoder(source.config, weights, source.fingerprint(), ops, division)
 
 
 def load_config(path: Path) -> ModelConfig:
@@ -78,15 +83,16 @@ class _Assembly:
         device: torch.device,
         ops: LayerOps,
         ranks: Ranks,
+        head_ranks: Ranks,
     ) -> None:
         self._source = source
         self._shapes = shapes
         self._dtype = dtype
         self._device = device
         self._ops = ops
-        self._ranks = ranks
+        self._ranks, self._head_ranks = ranks, head_ranks
         config = source.config
-        heads = share_of_heads(config.num_heads, config.num_kv_heads, ranks)
+        heads = share_of_heads(config.num_heads, config.num_kv_heads, head_ranks)
         self._q, self._kv = heads.q_rows(config.head_dim), heads.kv_rows(config.head_dim)
         self._inner = share_of("intermediate_size", config.intermediate_size, ranks)
 
@@ -106,11 +112,11 @@ class _Assembly:
 
     def _embed_and_head(self) -> tuple[Tensor, Linear]:
         def share(name: str) -> Tensor:
-            return vocabulary_share(self._tensor({name: WHOLE}), self._ranks)
+            return vocabulary_share(self._tensor({name: WHOLE}), self._head_ranks)
 
         config, embed = self._source.config, share("embed_tokens.weight")
         head = embed if config.tie_word_embeddings else share("lm_head.weight")
-        return embed, vocabulary_head(head, config.vocab_size, self._ranks)
+        return embed, vocabulary_head(head, config.vocab_size, self._head_ranks)
 
     def _layer(self, index: int) -> LayerWeights:
         config, prefix = self._source.config, f"layers.{index}."
@@ -124,7 +130,9 @@ class _Assembly:
             qkv=self._divided(prefix, qkv, bias=config.qkv_bias),
             q_norm=norm("self_attn.q_norm") if config.qk_norm else None,
             k_norm=norm("self_attn.k_norm") if config.qk_norm else None,
-            output=self._merging(prefix, "self_attn.o_proj", self._q, bias=config.output_bias),
+            output=self._merging(
+                prefix, "self_attn.o_proj", self._q, self._head_ranks, bias=config.output_bias
+            ),
             post_attention_norm=norm("post_attention_layernorm"),
             mlp=self._dense_mlp(prefix),
         )
@@ -134,7 +142,7 @@ class _Assembly:
         bias = self._source.config.mlp_bias
         return DenseMlp(
             self._divided(prefix, gate_up, bias=bias),
-            self._merging(prefix, "mlp.down_proj", self._inner, bias=bias),
+            self._merging(prefix, "mlp.down_proj", self._inner, self._ranks, bias=bias),
             self._ops,
         )
 
@@ -146,10 +154,10 @@ class _Assembly:
 
         return Linear(stacked("weight"), stacked("bias") if bias else None)
 
-    def _merging(self, prefix: str, part: str, columns: slice, *, bias: bool) -> Linear:
-        """This rank's columns of a layer's projection, whose result is summed over ranks."""
+    def _merging(self, prefix: str, part: str, columns: slice, ranks: Ranks, *, bias: bool) -> Linear:
+        """This rank's columns of a layer's projection, whose result is summed over `ranks`."""
         weight = self._tensor({f"{prefix}{part}.weight": WHOLE}, columns)
-        return summed(weight, self._tensor({f"{prefix}{part}.bias": WHOLE}) if bias else None, self._ranks)
+        return summed(weight, self._tensor({f"{prefix}{part}.bias": WHOLE}) if bias else None, ranks)
 
     def _tensor(self, parts: Mapping[str, slice], columns: slice = WHOLE) -> Tensor:
         """Those rows of the named tensors stacked, in the model's dtype on its device. `columns`: of matrices."""
