@@ -118,6 +118,25 @@ class KvLedger:
             self._cache = PrefixCache([manager.pool for manager in cached])
 
     @property
+    def target_geometry(self) -> KvGeometry:
+        return self.target.geometry
+
+    @property
+    def draft_geometry(self) -> KvGeometry | None:
+        """None without a drafter."""
+        return self.draft.geometry if self.draft is not None else None
+
+    @property
+    def num_target_pages(self) -> int:
+        """The dummy page included."""
+        return self.target.num_pages
+
+    @property
+    def num_draft_pages(self) -> int:
+        """Likewise; 0 when the drafter has no pool."""
+        return self.draft.num_pages if self.draft is not None else 0
+
+    @property
     def draft_window(self) -> int | None:
         """How many positions of context the drafter keeps; None: all, or there is no drafter."""
         return self.draft.geometry.window if self.draft is not None else None
@@ -244,13 +263,17 @@ class KvLedger:
 
     def commit_all(self, requests: Sequence[RequestId], lengths: Sequence[int]) -> None:
         """`commit` of all of them: what a decode step does. An error, as `commit` raises it, changes none."""
+        self.can_commit(requests, lengths)
+        for manager in self._managers:
+            manager.set_lengths(requests, lengths)
+
+    def can_commit(self, requests: Sequence[RequestId], lengths: Sequence[int]) -> None:
+        """Raise what `commit_all` would raise, and change nothing."""
         # The managers agree on capacity, length and slot: what the first lets pass, the second does too, unless it has
         # a window to move.
         self.target.can_commit(requests, lengths)
         if self._windowed is not None:
             self._windowed.can_commit(requests, lengths)
-        for manager in self._managers:
-            manager.set_lengths(requests, lengths)
 
     def slots_of(self, requests: Sequence[RequestId]) -> list[SlotId]:
         """`slot` of each of them, in one call."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Items
 
 from kvmanager.errors import TooLong
 from kvmanager.ids import RequestId
-from kvmanager.ledger import KvLedger
+from kvmanager.ledgers import Ledger
 from workers.errors import InvalidRequest
 from workers.request import SamplingParams
 
@@ -36,7 +36,7 @@ def check_prompt(prompt_token_ids: Items[int], vocab_size: int) -> None:
         )
 
 
-def check_lengths(num_prompt_tokens: int, max_tokens: int, max_seq_len: int, ledger: KvLedger) -> None:
+def check_lengths(num_prompt_tokens: int, max_tokens: int, max_seq_len: int, ledger: Ledger) -> None:
     """Raise InvalidRequest for what can never fit, in the sequence limit or in either pool (look-ahead included)."""
     if max_tokens < 1:
         raise InvalidRequest(f"max_tokens is {max_tokens}: ask for at least 1", field="max_tokens", limit=1)
@@ -49,7 +49,7 @@ def check_lengths(num_prompt_tokens: int, max_tokens: int, max_seq_len: int, led
     check_pool(num_prompt_tokens + max_tokens, ledger)
 
 
-def check_pool(num_tokens: int, ledger: KvLedger) -> None:
+def check_pool(num_tokens: int, ledger: Ledger) -> None:
     """Raise InvalidRequest when `num_tokens` exceed a pool even with nothing else in it."""
     try:
         ledger.can_ever_fit(num_tokens)

@@ -13,7 +13,7 @@ from collections import deque
 
 from kvmanager.errors import PoolExhausted, SlotsExhausted
 from kvmanager.ids import RequestId
-from kvmanager.ledger import KvLedger
+from kvmanager.ledgers import Ledger
 from workers.admission import check_lengths, check_new, check_prompt, check_sampling, check_told
 from workers.decode import DecodeLoop
 from workers.engine import Emitted, EngineCounters, EngineEvent
@@ -35,7 +35,7 @@ class AggregatedEngine:
     num_quarantined = 0
 
     def __init__(
-        self, *, runner: PromptRunner, decode: DecodeLoop, ledger: KvLedger, limits: EngineLimits
+        self, *, runner: PromptRunner, decode: DecodeLoop, ledger: Ledger, limits: EngineLimits
     ) -> None:
         self.ledger = ledger
         self.decode = decode

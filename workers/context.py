@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from kvmanager.errors import PoolExhausted, SlotsExhausted
 from kvmanager.ids import RequestId, TransferId
-from kvmanager.ledger import KvLedger
+from kvmanager.ledgers import Ledger
 from transceiver.errors import TransceiverError, UnknownPeer
 from transceiver.port import Broke, Delivered, Landed, Pages, Released, SendSpec, TransferPort
 from workers.admission import check_new, check_pool, check_prompt, check_sampling, check_told
@@ -83,7 +83,7 @@ class ContextEngine:
         *,
         runner: PromptRunner,
         decode: DecodeLoop,
-        ledger: KvLedger,
+        ledger: Ledger,
         limits: EngineLimits,
         port: TransferPort,
     ) -> None:
@@ -176,8 +176,8 @@ class ContextEngine:
                 field="reservation.first_position",
                 limit=self._limits.page_size,
             )
-        draft = self.ledger.draft
-        window_from = draft.geometry.first_position(num_tokens) if draft is not None else 0
+        draft = self.ledger.draft_geometry
+        window_from = draft.first_position(num_tokens) if draft is not None else 0
         if self.ledger.draft_window is not None and first > window_from:
             raise InvalidRequest(
                 f"the reservation asks for KV from position {first} of {num_tokens} on: the drafter's context begins "

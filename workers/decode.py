@@ -19,7 +19,7 @@ from torch import Tensor
 from drafter.penalties import BlockRows
 from drafter.policy import DraftingPolicy
 from kvmanager.ids import RequestId
-from kvmanager.ledger import KvLedger
+from kvmanager.ledgers import Ledger
 from workers.request import RequestOutput, TokenLogprob
 from workers.sampler import Sampler
 from workers.sequence import Sequence
@@ -34,7 +34,7 @@ class DecodeLoop:
         *,
         step: DecodeStep,
         sampler: Sampler,
-        ledger: KvLedger,
+        ledger: Ledger,
         policy: DraftingPolicy,
         max_draft_tokens: int,
     ) -> None:

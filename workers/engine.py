@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvmanager.ids import RequestId
-from kvmanager.ledger import KvLedger
+from kvmanager.ledgers import Ledger
 from transceiver.wire import TerminalState
 from workers.decode import DecodeLoop
 from workers.errors import WorkerRefused
@@ -101,7 +101,7 @@ class EngineCounters:
 class Engine(Protocol):
     """`step` does one bounded piece of work. `idle` is True when a step would find nothing to do by itself."""
 
-    ledger: KvLedger
+    ledger: Ledger
     counters: EngineCounters
     decode: DecodeLoop
 

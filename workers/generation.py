@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 from kvmanager.errors import PoolExhausted, SlotsExhausted
 from kvmanager.ids import RequestId, TransferId, WorkerEpoch
-from kvmanager.ledger import KvLedger
+from kvmanager.ledgers import Ledger
 from transceiver.port import Broke, Delivered, Landed, ReceiveSpec, Released, TransferPort
 from workers.admission import check_lengths, check_new, check_prompt, check_sampling, check_told
 from workers.decode import DecodeLoop
@@ -68,7 +68,7 @@ class GenerationEngine:
         *,
         runner: PromptRunner,
         decode: DecodeLoop,
-        ledger: KvLedger,
+        ledger: Ledger,
         limits: EngineLimits,
         port: TransferPort,
         epoch: WorkerEpoch,

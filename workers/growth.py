@@ -14,7 +14,7 @@ from collections.abc import Sequence as Items
 
 from kvmanager.errors import PoolExhausted
 from kvmanager.ids import RequestId
-from kvmanager.ledger import KvLedger
+from kvmanager.ledgers import Ledger
 from workers.limits import EngineLimits
 from workers.sequence import Sequence
 
@@ -22,7 +22,7 @@ from workers.sequence import Sequence
 class PageGrowth:
     """One engine's rule. It remembers nothing that `forget` does not drop."""
 
-    def __init__(self, ledger: KvLedger, limits: EngineLimits) -> None:
+    def __init__(self, ledger: Ledger, limits: EngineLimits) -> None:
         self._ledger = ledger
         self._growing = limits.admission == "grow"
         self._quantum = limits.growth_tokens
@@ -35,7 +35,7 @@ class PageGrowth:
 
     def spare_pages(self, num_running: int) -> int:
         """Pages that admission leaves to those who run already: it should not let in whom the next step turns out."""
-        return num_running * self._ledger.target.geometry.pages_for(self._quantum) if self._growing else 0
+        return num_running * self._ledger.target_geometry.pages_for(self._quantum) if self._growing else 0
 
     def admitted(self, sequence: Sequence) -> None:
         reserved = self.at_admission(sequence)

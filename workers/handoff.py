@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvmanager.ledger import KvLedger
+from kvmanager.ledgers import Ledger
 from transceiver.wire import Handoff
 from workers.request import TokenLogprob
 from workers.sequence import Sequence
@@ -29,17 +29,15 @@ def first_logprob(handoff: Handoff) -> tuple[TokenLogprob, ...]:
     return (TokenLogprob(handoff.first_token, handoff.first_logprob, handoff.first_top_logprobs),)
 
 
-def bytes_apart(
-    ledger: KvLedger, bytes_target: int, bytes_draft: int, draft_shipped: bool
-) -> tuple[int, int]:
+def bytes_apart(ledger: Ledger, bytes_target: int, bytes_draft: int, draft_shipped: bool) -> tuple[int, int]:
     """Bytes of target and draft KV in a transfer's page bytes.
 
     In unified form all pages travel as the target's, and the drafter's share is told apart by formula. A share that
     means nothing, because no draft context was computed for it or it is to be left alone, counts in neither.
     """
-    if ledger.draft is None or ledger.draft_kv != "unified":
+    if ledger.draft_geometry is None or ledger.draft_kv != "unified":
         return bytes_target, bytes_draft
     # Per token, because the pages that were written may be of another size than ours.
-    target, draft = ledger.target.geometry.bytes_per_token, ledger.draft.geometry.bytes_per_token
+    target, draft = ledger.target_geometry.bytes_per_token, ledger.draft_geometry.bytes_per_token
     share = bytes_target * draft // (target + draft)
     return bytes_target - share, share if draft_shipped else 0

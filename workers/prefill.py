@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from kvmanager.ids import RequestId
-from kvmanager.ledger import KvLedger
+from kvmanager.ledgers import Ledger
 from workers.decode import DecodeLoop
 from workers.engine import Computed, Emitted, EngineCounters, EngineEvent
 from workers.limits import EngineLimits
@@ -30,7 +30,7 @@ class PromptQueue:
         *,
         runner: PromptRunner,
         decode: DecodeLoop,
-        ledger: KvLedger,
+        ledger: Ledger,
         limits: EngineLimits,
         reuse: PrefixReuse,
         counters: EngineCounters,

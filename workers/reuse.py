@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvmanager.ids import PageKey
-from kvmanager.ledger import KvLedger
+from kvmanager.ledgers import Ledger
 from kvmanager.prefix import shareable
 from workers.faults import Fault
 from workers.limits import EngineLimits
@@ -21,7 +21,7 @@ from workers.sequence import Sequence
 class PrefixReuse:
     """One engine's dealings with its ledger's prefix cache."""
 
-    def __init__(self, ledger: KvLedger, limits: EngineLimits) -> None:
+    def __init__(self, ledger: Ledger, limits: EngineLimits) -> None:
         self._ledger = ledger
         self._limits = limits
         self._trusted = True
@@ -77,4 +77,4 @@ class PrefixReuse:
     def _valid(self, sequence: Sequence) -> bool:
         known = len(sequence.prompt_token_ids) == sequence.num_prompt_tokens
         whole = sequence.drafting and sequence.draft_origin == 0
-        return self._trusted and known and (whole or self._ledger.draft is None)
+        return self._trusted and known and (whole or self._ledger.draft_geometry is None)

@@ -1,7 +1,7 @@
 """Where the requests of a step lie: their lengths, and their rows of the page tables.
 
-On a worker of one rank, and on the rank of a group that schedules, the ledger knows (`LedgerTables`). The other ranks
-of a group have no ledger: what they need comes with every step (`workers.group`).
+On a worker of one rank, and on the rank of a group that schedules, the ledger knows (`LedgerTables`, `DividedTables`).
+The other ranks of a group have no ledger: what they need comes with every step (`workers.group`).
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from typing import Protocol
 
+import numpy as np
+
 from kvmanager.ids import RequestId
 from kvmanager.ledger import KvLedger
+from kvmanager.ledgers import DividedLedger
 from kvmanager.manager import BatchLimits
 from kvmanager.slots import PageTable
 
@@ -69,3 +72,34 @@ class LedgerTables:
         if draft is None:
             raise ValueError("this worker has no drafter")
         return draft.first_positions_of(requests)
+
+
+class DividedTables:
+    """The tables of ranks with requests of their own: a row names pages of its request's rank."""
+
+    def __init__(self, ledger: DividedLedger) -> None:
+        self._ledger = ledger
+        self._tables = [LedgerTables(each) for each in ledger.ledgers]
+
+    @property
+    def limits(self) -> BatchLimits:
+        return self._ledger.limits
+
+    @property
+    def has_draft(self) -> bool:
+        return self._ledger.draft_geometry is not None
+
+    def lengths_of(self, requests: Items[RequestId]) -> list[int]:
+        return self._ledger.lengths_of(requests)
+
+    def target_rows(self, requests: Items[RequestId]) -> PageTable:
+        return np.concatenate([self._of(request).target_rows([request]) for request in requests])
+
+    def draft_rows(self, requests: Items[RequestId], *, dummy: bool = False) -> PageTable:
+        return np.concatenate([self._of(request).draft_rows([request], dummy=dummy) for request in requests])
+
+    def draft_begins_of(self, requests: Items[RequestId]) -> list[int]:
+        return [begin for request in requests for begin in self._of(request).draft_begins_of([request])]
+
+    def _of(self, request: RequestId) -> LedgerTables:
+        return self._tables[self._ledger.rank_of(request)]
