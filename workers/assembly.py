@@ -134,7 +134,12 @@ def load_models(config: WorkerConfig, ranks: GroupRanks | None = None) -> Models
         drafts = config.drafting and pair.drafter_path is not None
         backend = _backend(config, pair, drafts)
         decoder = load_decoder(
-            pair.target_path, DTYPES[config.dtype], backend.device, backend.ops, ranks or ALONE
+            pair.target_path,
+            DTYPES[config.dtype],
+            backend.device,
+            backend.ops,
+            ranks or ALONE,
+            expert_parallel=config.expert_parallel,
         )
         if not drafts or pair.drafter_path is None:
             return Models(pair, decoder, None, None, backend, ranks)
@@ -370,7 +375,7 @@ def _working_set(config: WorkerConfig, models: Models, demand: KvDemand) -> Work
         num_heads=models.decoder.heads.num_heads,
         draft_heads=drafter.heads.num_heads if drafter is not None else 0,
         hidden_size=max(model.hidden_size for model in both),
-        intermediate_size=max(model.intermediate_size for model in both),
+        mlp_elements=max(target.mlp_elements, 0 if drafter is None else 3 * drafter.config.intermediate_size),
         vocab_size=target.vocab_size,
         num_taps=len(drafter.tap_layer_ids) if drafter is not None else 0,
         max_batch=config.max_batch,

@@ -2,7 +2,7 @@
 
     torch        any device, dtype and head size, drafters that keep a window; every operation launched from Python
     flashinfer   GPUs, bfloat16 and float16, heads of 64, 128 or 256: flashinfer's attention, fused kernels between the
-                 matrix products, decode steps as captured graphs
+                 matrix products, decode steps as captured graphs unless the target asks the host on its way
 
 `choose_backend` is the rule, pure. flashinfer and Triton are imported only where they are used.
 """
@@ -140,7 +140,7 @@ class FlashInferBackend:
             tables=loaded.tables,
             device=self.device,
         )
-        if not decodes:
+        if not decodes or loaded.decoder.asks_host:
             return Computing(runner, _eager(loaded, runner))
         parts = StepParts(
             runner=runner,

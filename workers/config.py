@@ -60,7 +60,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prompt tokens of one prefill step. `draft_kv` and `pool_layout`: see `kvmanager.layout`; `verify`, the check of
     shipped KV: see `transceiver.content`. Both workers of a pair must have the same `draft_kv` and `verify`.
     `prefix_cache` keeps full pages of prompts for those that begin alike. `admission` is a generation worker's alone: a
-    request gets all pages that it may need at once, or more as it grows (see `workers.growth`).
+    request gets all pages that it may need at once, or more as it grows (see `workers.growth`). `expert_parallel`: in a
+    group that serves a mixture of experts, each rank holds whole experts and not a share of every one.
     """
 
     role: Role
@@ -81,6 +82,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     drafting: bool = True
     draft_tokens: DraftPolicy | int = "full"
     num_threads: int = 1
+    expert_parallel: bool = False
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field whose value makes no sense."""

@@ -21,14 +21,16 @@ _BLOCKS_PER_MULTIPROCESSOR = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkingSet:
-    """Sizes of one worker. `width`: tokens verified per request and step; `block_size`: 0 without a drafter."""
+    """Sizes of one worker. `width`: tokens verified per request and step; `block_size`: 0 without a drafter;
+    `mlp_elements`: what a token's way through an MLP holds at most at a time.
+    """
 
     target: KvGeometry
     draft: KvGeometry | None
     num_heads: int
     draft_heads: int
     hidden_size: int
-    intermediate_size: int
+    mlp_elements: int
     vocab_size: int
     num_taps: int
     max_batch: int
@@ -69,6 +71,6 @@ class WorkingSet:
         draft_elements = 0
         if self.draft is not None:
             draft_elements = 3 * self.draft.bytes_per_token // self.draft.element_bytes
-        elements = 4 * self.hidden_size + 3 * self.intermediate_size
+        elements = 4 * self.hidden_size + self.mlp_elements
         elements += 2 * self.num_taps * self.hidden_size + draft_elements
         return tokens * elements * self.target.element_bytes

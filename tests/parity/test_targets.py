@@ -134,6 +134,13 @@ LLAMA3 = {
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 128}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+MIXTURE: dict[str, Any] = {
+    "num_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "norm_topk_prob": True,
+    "head_dim": 32,
+}
 CASES = [
     pytest.param("Llama", {}, {}, id="llama"),
     pytest.param(
@@ -150,6 +157,19 @@ CASES = [
     pytest.param("Qwen3", {"head_dim": 32, "attention_bias": True}, {}, id="qwen3 with biases"),
     pytest.param(
         "Qwen3", {"head_dim": 32, "rope_parameters": YARN}, {"max_shard_size": "100KB"}, id="qwen3 yarn"
+    ),
+    pytest.param("Qwen3Moe", MIXTURE, {}, id="qwen3-moe"),
+    pytest.param(
+        "Qwen3Moe",
+        MIXTURE | {"norm_topk_prob": False, "mlp_only_layers": [0, 2], "tie_word_embeddings": True},
+        {"max_shard_size": "100KB"},
+        id="qwen3-moe tied, weights not normalised, some layers dense, sharded",
+    ),
+    pytest.param(
+        "Qwen3Moe",
+        MIXTURE | {"decoder_sparse_step": 2, "num_experts_per_tok": 1, "attention_bias": True},
+        {"save_original_format": False},
+        id="qwen3-moe stacked, every other layer dense, one expert a token",
     ),
 ]
 
@@ -196,20 +216,35 @@ def exact_rotary(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Te
     return angles.cos(), angles.sin()
 
 
+def exact_router(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    scores = x @ self.weight.T
+    chances, experts = scores.softmax(-1).topk(self.top_k, dim=-1)
+    return scores, chances / chances.sum(-1, keepdim=True) if self.norm_topk_prob else chances, experts
+
+
 @pytest.mark.parametrize(
-    ("family", "module"),
-    [("Llama", "llama"), ("Qwen2", "qwen2"), ("Qwen3", "qwen3")],
-    ids=lambda value: value,
+    ("family", "module", "changes"),
+    [
+        ("Llama", "llama", {}),
+        ("Qwen2", "qwen2", {}),
+        ("Qwen3", "qwen3", {}),
+        ("Qwen3Moe", "qwen3_moe", MIXTURE | {"mlp_only_layers": [1]}),
+        ("Qwen3Moe", "qwen3_moe", MIXTURE | {"norm_topk_prob": False, "tie_word_embeddings": True}),
+    ],
+    ids=str,
 )
 def test_float64_scores_agree_to_the_last_digits(
-    family: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, module: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers computes norms and angles in float32 whatever the dtype; here they follow the dtype."""
+    """transformers computes norms, angles and routers in float32 whatever the dtype; here they follow the dtype."""
     modeling = getattr(transformers.models, module)
     source = getattr(modeling, f"modeling_{module}")
     monkeypatch.setattr(getattr(source, f"{family}RMSNorm"), "forward", exact_norm)
     monkeypatch.setattr(getattr(source, f"{family}RotaryEmbedding"), "forward", exact_rotary)
-    peer = written(family, {}, {}, tmp_path).double()
+    peer = written(family, changes, {}, tmp_path).double()
+    if "num_experts" in changes:
+        monkeypatch.setattr(source.Qwen3MoeTopKRouter, "forward", exact_router)
+        peer.set_experts_implementation("eager")  # its grouped product knows no float64
     tokens = torch.randint(3, 311, (120,), generator=torch.Generator().manual_seed(2)).tolist()
     found = GreedyBatch(load_decoder(tmp_path, torch.float64), 1, 128).logits(0, tokens)
     assert float((found - peer_logits(peer, tokens)).abs().max()) < 1e-10

@@ -71,8 +71,8 @@ def write_embedded(
     return write_directory(directory, config, tensors, num_shards)
 
 
-def load_embedded_pair(directory: Path, **changes: Any) -> Models:
+def load_embedded_pair(directory: Path, family: str = "llama", **changes: Any) -> Models:
     """Write and load it as a worker does."""
-    path = write_embedded(directory / "target", embedded_config(**changes))
+    path = write_embedded(directory / "target", embedded_config(family, **changes))
     spec = PairSpec(name="embedded", target=str(path))
     return load_models(WorkerConfig(role="aggregated", pair=spec, dtype="float64", device=DEVICE.type))  # type: ignore[arg-type]

@@ -73,9 +73,11 @@ def write_random_pair(
     return ModelPair("random", target, drafter_path)
 
 
-def load_pair(pair: ModelPair, ranks: GroupRanks | None = None) -> Models:
+def load_pair(pair: ModelPair, ranks: GroupRanks | None = None, *, expert_parallel: bool = False) -> Models:
     """Load both checkpoints in float64, as one rank of several if `ranks` says so."""
-    decoder = load_decoder(pair.target_path, torch.float64, DEVICE, ranks=ranks or ALONE)
+    decoder = load_decoder(
+        pair.target_path, torch.float64, DEVICE, ranks=ranks or ALONE, expert_parallel=expert_parallel
+    )
     facts = TargetFacts(
         hidden_size=decoder.config.hidden_size,
         vocab_size=decoder.config.vocab_size,

@@ -33,7 +33,7 @@ def test_what_others_use_and_what_computing_takes_come_off_the_budget() -> None:
 
 def working(**changes: int) -> WorkingSet:
     sizes = {
-        "num_heads": 32, "draft_heads": 32, "hidden_size": 4096, "intermediate_size": 12288, "vocab_size": 151936,
+        "num_heads": 32, "draft_heads": 32, "hidden_size": 4096, "mlp_elements": 3 * 12288, "vocab_size": 151936,
         "num_taps": 5, "max_batch": 32, "width": 16, "block_size": 16, "chunk_tokens": 8192,
     }  # fmt: skip
     target = KvGeometry(num_layers=36, num_kv_heads=8, head_dim=128, page_size=16, element_bytes=2)

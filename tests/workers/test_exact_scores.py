@@ -17,12 +17,20 @@ exact = pytest.mark.skipif(
 LENGTHS = [1, 9, 31, 100, 185, 190, 193, 260, 379, 384, 570]
 
 
-@pytest.fixture(scope="module", params=[4, 2, 1], ids="{} kv heads".format)
+MIXTURE = {"moe_intermediate_size": 300, "num_experts": 16, "num_experts_per_tok": 4, "num_hidden_layers": 2}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("llama", 4, {}), ("llama", 2, {}), ("llama", 1, {}), ("qwen3_moe", 2, MIXTURE)],
+    ids=lambda case: f"{case[0]}, {case[1]} kv heads",
+)
 def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     """A float32 decoder wide enough for the kernels real models use; 4 heads share 4, 2 or 1 kv heads."""
+    family, kv_heads, changes = request.param
     config = config_of(
-        "llama", hidden_size=256, intermediate_size=1100, num_key_value_heads=request.param, head_dim=64,
-        max_position_embeddings=1024,
+        family, hidden_size=256, intermediate_size=1100, num_key_value_heads=kv_heads, head_dim=64,
+        max_position_embeddings=1024, **changes,
     )  # fmt: skip
     return load_decoder(
         write_directory(tmp_path_factory.mktemp("wide"), config, random_tensors(config)), torch.float32

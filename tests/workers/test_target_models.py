@@ -18,6 +18,7 @@ from tests.workers.tiny_checkpoints import (
 from workers.models.load import load_decoder
 
 FAMILIES = ["llama", "qwen2", "qwen3"]
+ALL_FAMILIES = [*FAMILIES, "qwen3_moe"]
 TOKENS = [
     3,
     14,
@@ -53,7 +54,7 @@ TOKENS = [
 ]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_logits_of_a_directory_equal_the_dense_definition(family: str, tmp_path: Path) -> None:
     config = config_of(family)
     tensors = random_tensors(config)
@@ -128,7 +129,7 @@ def test_half_precision_stays_near_the_dense_definition(dtype: torch.dtype, tmp_
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=0.15)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 @pytest.mark.parametrize("cuts", [[1, 2, 31], [4, 8, 31], [15, 16, 17, 31], [30, 31]])
 def test_a_prompt_in_chunks_scores_as_in_one_piece(family: str, cuts: list[int], tmp_path: Path) -> None:
     config = config_of(family)

@@ -14,7 +14,20 @@ from gguf.quants import quantize
 from safetensors.torch import save_file
 from torch import Tensor
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+MIXTURE: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -34,7 +47,7 @@ GGUF_NAMES = {
 
 
 def config_of(family: str, **changes: Any) -> dict[str, Any]:
-    """A config.json: 3 layers, 4 heads over 2 kv heads, vocabulary 61."""
+    """A config.json: 3 layers, 4 heads over 2 kv heads, vocabulary 61; of `qwen3_moe`, 3 of 8 experts move a token."""
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[family]],
         "model_type": family,
@@ -43,7 +56,7 @@ def config_of(family: str, **changes: Any) -> dict[str, Any]:
         "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 32 if family == "qwen3" else 16,
+        "head_dim": 32 if family.startswith("qwen3") else 16,
         "hidden_act": "silu",
         "vocab_size": 61,
         "max_position_embeddings": 256,
@@ -53,7 +66,13 @@ def config_of(family: str, **changes: Any) -> dict[str, Any]:
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    return config | changes
+    return config | (MIXTURE if family == "qwen3_moe" else {}) | changes
+
+
+def has_experts(config: dict[str, Any], layer: int) -> bool:
+    if config["model_type"] != "qwen3_moe":
+        return False
+    return layer not in config["mlp_only_layers"] and (layer + 1) % config["decoder_sparse_step"] == 0
 
 
 def random_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
@@ -69,27 +88,44 @@ def random_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
     tensors = {"model.embed_tokens.weight": normal(config["vocab_size"], hidden, scale=1.0)}
     for index in range(config["num_hidden_layers"]):
         layer = f"model.layers.{index}."
+        mlps = {"mlp": inner}
+        if has_experts(config, index):
+            tensors[f"{layer}mlp.gate.weight"] = normal(config["num_experts"], hidden, scale=2 * hidden**-0.5)
+            mlps = {f"mlp.experts.{e}": config["moe_intermediate_size"] for e in range(config["num_experts"])}
         for name, rows, columns in (
             ("self_attn.q_proj", q_rows, hidden),
             ("self_attn.k_proj", kv_rows, hidden),
             ("self_attn.v_proj", kv_rows, hidden),
             ("self_attn.o_proj", hidden, q_rows),
-            ("mlp.gate_proj", inner, hidden),
-            ("mlp.up_proj", inner, hidden),
-            ("mlp.down_proj", hidden, inner),
+            *((f"{mlp}.{part}_proj", rows, hidden) for mlp, rows in mlps.items() for part in ("gate", "up")),
+            *((f"{mlp}.down_proj", hidden, columns) for mlp, columns in mlps.items()),
         ):
             tensors[f"{layer}{name}.weight"] = normal(rows, columns, scale=columns**-0.5)
             if family == "qwen2" and name[-6] in "qkv" and "attn" in name:
                 tensors[f"{layer}{name}.bias"] = normal(rows, scale=0.5)
         for name, size in (("input_layernorm", hidden), ("post_attention_layernorm", hidden)):
             tensors[f"{layer}{name}.weight"] = 1 + normal(size, scale=0.2)
-        if family == "qwen3":
+        if family.startswith("qwen3"):
             for name in ("q_norm", "k_norm"):
                 tensors[f"{layer}self_attn.{name}.weight"] = 1 + normal(head_dim, scale=0.2)
     tensors["model.norm.weight"] = 1 + normal(hidden, scale=0.2)
     if not config["tie_word_embeddings"]:
         tensors["lm_head.weight"] = normal(config["vocab_size"], hidden, scale=hidden**-0.5)
     return tensors
+
+
+def stacked_experts(config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same checkpoint as transformers 5 may write it: one tensor each for a layer's gates and ups, and downs."""
+    kept = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for index in range(config["num_hidden_layers"]):
+        if has_experts(config, index):
+            part = f"model.layers.{index}.mlp.experts."
+            gates, ups, downs = (
+                torch.stack([tensors[f"{part}{e}.{kind}_proj.weight"] for e in range(config["num_experts"])])
+                for kind in ("gate", "up", "down")
+            )
+            kept |= {f"{part}gate_up_proj": torch.cat((gates, ups), 1), f"{part}down_proj": downs}
+    return kept
 
 
 def write_directory(
@@ -184,6 +220,19 @@ def dense_forward(
             (first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()), dim=-1
         )
 
+    def mlp(x: Tensor, part: str) -> Tensor:
+        gated = F.silu(linear(x, part + "gate_proj")) * linear(x, part + "up_proj")
+        return linear(gated, part + "down_proj")
+
+    def mixture(x: Tensor, part: str) -> Tensor:
+        chances = linear(x, part + "gate").softmax(-1)
+        least = chances.sort(descending=True)[0][:, config["num_experts_per_tok"] - 1, None]
+        chances = chances * (chances >= least)
+        if config["norm_topk_prob"]:
+            chances = chances / chances.sum(-1, keepdim=True)
+        moved = [mlp(x, f"{part}experts.{e}.") for e in range(config["num_experts"])]
+        return (torch.stack(moved, 1) * chances[:, :, None]).sum(1)
+
     x = weights["model.embed_tokens.weight"][token_ids]
     outputs: list[Tensor] = []
     for index in range(config["num_hidden_layers"]):
@@ -193,7 +242,7 @@ def dense_forward(
             linear(normed, f"{layer}self_attn.{part}_proj").view(num_tokens, -1, head_dim).transpose(0, 1)
             for part in "qkv"
         )
-        if config["model_type"] == "qwen3":
+        if config["model_type"].startswith("qwen3"):
             q, k = norm(q, layer + "self_attn.q_norm"), norm(k, layer + "self_attn.k_norm")
         repeats = q.shape[0] // k.shape[0]
         k, v = rotated(k).repeat_interleave(repeats, 0), v.repeat_interleave(repeats, 0)
@@ -202,8 +251,10 @@ def dense_forward(
         mixed = (scores.softmax(-1) @ v).transpose(0, 1).reshape(num_tokens, -1)
         x = x + linear(mixed, layer + "self_attn.o_proj")
         normed = norm(x, layer + "post_attention_layernorm")
-        gated = F.silu(linear(normed, layer + "mlp.gate_proj")) * linear(normed, layer + "mlp.up_proj")
-        x = x + linear(gated, layer + "mlp.down_proj")
+        if has_experts(config, index):
+            x = x + mixture(normed, layer + "mlp.")
+        else:
+            x = x + mlp(normed, layer + "mlp.")
         outputs.append(x)
     head = weights["model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"]
     return norm(x, "model.norm") @ head.T, outputs

@@ -1,8 +1,8 @@
 """The dimensions of a target model, parsed once from config.json or from GGUF metadata and frozen.
 
-Supported are the dense families Llama, Qwen2 and Qwen3. What the code does not implement (sliding windows,
-other activations, quantized weights in a Hugging Face directory) is refused here, by field, before a tensor
-is read. A DeepSeek-V4 is recognised, to say what it would need.
+Supported are the dense families Llama, Qwen2 and Qwen3, and Qwen3-MoE's mixtures of experts. What the code does not
+implement (sliding windows, other activations, quantized weights in a Hugging Face directory) is refused here, by field,
+before a tensor is read. A DeepSeek-V4 is recognised, to say what it would need.
 """
 
 from __future__ import annotations
@@ -17,14 +17,61 @@ from drafter.layers import RopeError, RopeParameters
 from workers.models.errors import CheckpointError
 from workers.models.gguf import eos_token_ids
 
-Family = Literal["llama", "qwen2", "qwen3"]
+Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
 
 HF_ARCHITECTURES: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 GGUF_ARCHITECTURES: tuple[Family, ...] = ("llama", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """The experts of a model. `normalised`: the weights of a token's experts sum to one."""
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int  # of one expert
+    normalised: bool
+    layers: frozenset[int]  # those that have experts; the others are dense
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], num_layers: int, path: Path) -> Mixture:
+        """Parse the fields of Qwen3-MoE. transformers 4 counts `num_experts`, transformers 5 `num_local_experts`.
+
+        A layer has experts unless `mlp_only_layers` names it, if its number, counted from one, is a multiple of
+        `decoder_sparse_step`.
+        """
+        names = [name for name in ("num_experts", "num_local_experts") if config.get(name) is not None]
+        counts = [_positive(config, name, path) for name in names or ["num_experts"]]
+        if len(set(counts)) > 1:
+            raise CheckpointError(
+                path, f"fields num_experts {counts[0]} and num_local_experts {counts[1]} differ"
+            )
+        per_token = _positive(config, "num_experts_per_tok", path)
+        if per_token > counts[0]:
+            raise CheckpointError(
+                path, f"field num_experts_per_tok {per_token} is more than the {counts[0]} experts there are"
+            )
+        normalised = config.get("norm_topk_prob", False)
+        if not isinstance(normalised, bool):
+            raise CheckpointError(path, f"field norm_topk_prob must be true or false, not {normalised!r}")
+        step = _positive({"decoder_sparse_step": 1} | dict(config), "decoder_sparse_step", path)
+        dense = config.get("mlp_only_layers") or []
+        if not isinstance(dense, list) or any(layer not in range(num_layers) for layer in dense):
+            raise CheckpointError(
+                path, f"field mlp_only_layers must list layers in 0 .. {num_layers - 1}, not {dense!r}"
+            )
+        return cls(
+            num_experts=counts[0],
+            experts_per_token=per_token,
+            intermediate_size=_positive(config, "moe_intermediate_size", path),
+            normalised=normalised,
+            layers=frozenset(layer for layer in range(step - 1, num_layers, step) if layer not in dense),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +96,21 @@ class ModelConfig:
     tie_word_embeddings: bool
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    mixture: Mixture | None = None
+
+    @property
+    def mlp_elements(self) -> int:
+        """What a token's way through an MLP holds at most: gate, up and their product, and with experts rows of its own
+        for each of them, before, behind, and in the tokens' order.
+        """
+        dense, mixture = 3 * self.intermediate_size, self.mixture
+        if mixture is None:
+            return dense
+        return max(dense, mixture.experts_per_token * 3 * (mixture.intermediate_size + self.hidden_size))
+
+    def mixture_of(self, layer: int) -> Mixture | None:
+        """The experts of this layer; None for a dense one."""
+        return self.mixture if self.mixture is not None and layer in self.mixture.layers else None
 
     def check(self, path: Path) -> None:
         """Raise CheckpointError for dimensions no model can have; `path` is the file they came from."""
@@ -90,12 +152,13 @@ class ModelConfig:
             rope = RopeParameters.from_config(config)
         except RopeError as error:
             raise CheckpointError(path, str(error)) from error
+        num_layers = _size(config, "num_hidden_layers", path)
         parsed = cls(
             family=family,
             vocab_size=_size(config, "vocab_size", path),
             hidden_size=hidden_size,
             intermediate_size=_size(config, "intermediate_size", path),
-            num_layers=_size(config, "num_hidden_layers", path),
+            num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
             head_dim=int(config.get("head_dim") or hidden_size // max(num_heads, 1)),
@@ -105,10 +168,11 @@ class ModelConfig:
             qkv_bias=family == "qwen2" or attention_bias,  # Qwen2 has the bias without a field that says so
             output_bias=family != "qwen2" and attention_bias,
             mlp_bias=family == "llama" and bool(config.get("mlp_bias", False)),
-            qk_norm=family == "qwen3",
+            qk_norm=family in ("qwen3", "qwen3_moe"),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             bos_token_id=config.get("bos_token_id"),
             eos_token_ids=_token_ids(config.get("eos_token_id")),
+            mixture=Mixture.from_hf(config, num_layers, path) if family == "qwen3_moe" else None,
         )
         parsed.check(path)
         return parsed
@@ -164,6 +228,13 @@ def _size(config: Mapping[str, Any], field: str, path: Path) -> int:
     value = config.get(field)
     if not isinstance(value, int) or isinstance(value, bool):
         raise CheckpointError(path, f"field {field} must be an integer, not {value!r}")
+    return value
+
+
+def _positive(config: Mapping[str, Any], field: str, path: Path) -> int:
+    value = _size(config, field, path)
+    if value < 1:
+        raise CheckpointError(path, f"field {field} must be positive, not {value}")
     return value
 
 

@@ -1,8 +1,8 @@
-"""The target model: a dense Llama, Qwen2 or Qwen3 decoder over paged attention.
+"""The target model: a Llama, Qwen2, Qwen3 or Qwen3-MoE decoder over paged attention.
 
 Life of a step: the engine plans attention, calls `forward` with the step's tokens flat in request order, and
-asks for `logits` of only the rows it samples from. One class serves the three families; they differ in which
-biases and norms exist. Projections that read the same input are fused (q|k|v and gate|up), because a decode
+asks for `logits` of only the rows it samples from. One class serves all families; they differ in which biases
+and norms exist, and in the MLP. Projections that read the same input are fused (q|k|v and gate|up), because a decode
 step is bound by the number of passes over memory and of calls, not by arithmetic.
 
 Shapes: T tokens of the step, H hidden size, N query or kv heads, D head_dim, I intermediate size, V
@@ -94,6 +94,11 @@ class Decoder:
     def ranks(self) -> Ranks:
         """Among whom heads and vocabulary are divided."""
         return self._division.heads
+
+    @property
+    def asks_host(self) -> bool:
+        """Whether a forward waits for its device, so that no captured step can hold it."""
+        return any(layer.mlp.asks_host for layer in self._layers)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -21,6 +21,10 @@ from drafter.linear import Linear
 class Mlp(Protocol):
     """One layer's. All ranks call it for the same tokens."""
 
+    @property
+    def asks_host(self) -> bool:
+        """Whether a call waits for its device, so that no captured step can hold it."""
+
     def __call__(self, x_TH: Tensor) -> Tensor:
         """[T, H] to [T, H]; a row depends on that row of `x_TH` only."""
 
@@ -32,6 +36,10 @@ class DenseMlp:
     gate_up: Linear  # H to 2·I, gate first
     down: Linear  # I to H, summed over ranks
     ops: LayerOps
+
+    @property
+    def asks_host(self) -> bool:
+        return False
 
     def __call__(self, x_TH: Tensor) -> Tensor:
         return self.down(self.ops.swiglu(self.gate_up(x_TH)))
