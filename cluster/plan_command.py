@@ -1,5 +1,7 @@
 """The command `slipstream plan`: what a pair's KV takes of one rank's memory, before anything is loaded.
 
+The weights of a served target are told too; they lie beside that memory.
+
 Reads two config.json files and nothing else; of a target with a drafter inside its checkpoint, the tensors' names too,
 since they alone tell how many layers it has. Exits with 1 when the pair would not start.
 """
@@ -21,6 +23,7 @@ from kvmanager.errors import KvError
 from kvmanager.layout import KvGeometry
 from kvmanager.shape import ELEMENT_BYTES, KvShape
 from kvmanager.sizing import Sizing, SizingRequest, size
+from kvmanager.weights import RankWeights, WeightDivision, rank_weights
 
 GIB = 1 << 30
 
@@ -34,6 +37,7 @@ GIB = 1 << 30
 @click.option("--max-batch", required=True, type=click.IntRange(min=1), help="Requests decoded at once.")
 @click.option("--tp", default=1, show_default=True, type=click.IntRange(min=1), help="Tensor-parallel ranks.")
 @click.option("--attention-dp", is_flag=True, help="Every rank keeps all KV heads of its own requests.")
+@click.option("--expert-parallel", is_flag=True, help="Every rank keeps whole experts, its share of them.")
 @click.option("--memory-gib", required=True, type=float, help="Memory of one rank for everything KV.")
 @click.option("--page-size", default=16, show_default=True, type=click.IntRange(min=1))
 @click.option(
@@ -64,12 +68,21 @@ def plan_command(
                 staging_bytes=int(staging_mib * (1 << 20)),
             )
         )
+        weights = rank_weights(
+            _read_config(model)[1],
+            WeightDivision(
+                num_ranks=options["tp"],
+                attention_dp=options["attention_dp"],
+                expert_parallel=options["expert_parallel"],
+            ),
+        )
     except KvError as error:
         raise click.ClickException(str(error)) from error
     if as_json:
-        click.echo(json.dumps(as_dict(sizing)))
+        click.echo(json.dumps(as_dict(sizing) | {"target_weights": _weight_bytes(sizing, weights)}))
     else:
         _show(sizing)
+        _show_weights(_weight_bytes(sizing, weights))
     if not sizing.starts:
         sys.exit(1)
 
@@ -194,6 +207,27 @@ def _show(sizing: Sizing) -> None:
     else:
         console.print("[bold red]does not start[/]:", end=" ")
         console.print(sizing.reason, markup=False, soft_wrap=True)
+
+
+def _weight_bytes(sizing: Sizing, weights: RankWeights | None) -> dict[str, int] | None:
+    """Of one rank; None for a target that is not served."""
+    if weights is None:
+        return None
+    element_bytes = ELEMENT_BYTES[sizing.request.dtype or sizing.request.target.dtype]
+    return {
+        "total_bytes": (weights.of_experts + weights.others) * element_bytes,
+        "expert_bytes": weights.of_experts * element_bytes,
+    }
+
+
+def _show_weights(weights: dict[str, int] | None) -> None:
+    if weights is None:
+        return
+    experts = f", {_gib(weights['expert_bytes'])} GiB of it experts" if weights["expert_bytes"] else ""
+    Console(highlight=False).print(
+        f"beside this memory: {_gib(weights['total_bytes'])} GiB of the target's weights on each rank{experts}",
+        soft_wrap=True,
+    )
 
 
 def _gib(size_bytes: int) -> str:

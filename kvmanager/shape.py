@@ -61,7 +61,7 @@ class KvShape:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> KvShape:
         """Parse a config.json, already decoded. Raises ConfigFieldError naming the field."""
-        fields = _Fields(config)
+        fields = ConfigFields(config)
         total = fields.positive("num_hidden_layers")
         num_layers, notes = _layers_with_kv(fields, total)
         dtype = _dtype(fields)
@@ -94,7 +94,7 @@ class KvShape:
     @classmethod
     def embedded(cls, config: Mapping[str, Any], num_stages: int) -> KvShape:
         """The drafter inside a target whose config.json this is: layers of the target's shape, and a window."""
-        window = _Fields(config).optional("dspark_window_size") or EMBEDDED_WINDOW
+        window = ConfigFields(config).optional("dspark_window_size") or EMBEDDED_WINDOW
         note = f"{num_stages} stages in the target's checkpoint, a window of {window} positions of context"
         return replace(cls.from_config(config), num_layers=num_stages, window=window, notes=(note,))
 
@@ -117,7 +117,7 @@ class KvShape:
         return KvGeometry(self.num_layers, heads, self.head_dim, page_size, element_bytes, self.window)
 
 
-class _Fields:
+class ConfigFields:
     """Integers of config.json, wherever its dialect keeps them; `dflash_config` wins over the top level."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -158,14 +158,14 @@ def _shifted(config: Mapping[str, Any]) -> bool:
     return any("dspark" in str(family).lower() for family in families)
 
 
-def _head_dim(fields: _Fields, num_heads: int | None) -> int:
+def _head_dim(fields: ConfigFields, num_heads: int | None) -> int:
     hidden_size = fields.optional("hidden_size")
     if hidden_size is None or num_heads is None:
         raise ConfigFieldError("head_dim", "missing, and hidden_size / num_attention_heads cannot replace it")
     return hidden_size // num_heads
 
 
-def _dtype(fields: _Fields) -> str:
+def _dtype(fields: ConfigFields) -> str:
     name = fields.get("dtype") or fields.get("torch_dtype") or DEFAULT_DTYPE
     short = str(name).removeprefix("torch.")
     if short not in ELEMENT_BYTES:
@@ -173,7 +173,7 @@ def _dtype(fields: _Fields) -> str:
     return short
 
 
-def _layers_with_kv(fields: _Fields, total: int) -> tuple[int, list[str]]:
+def _layers_with_kv(fields: ConfigFields, total: int) -> tuple[int, list[str]]:
     """How many layers keep KV for every token, and what to tell the reader about the others."""
     kinds = fields.get("layer_types")
     if isinstance(kinds, Sequence) and not isinstance(kinds, str):

@@ -141,6 +141,8 @@ def load_models(config: WorkerConfig, ranks: GroupRanks | None = None) -> Models
             ranks or ALONE,
             expert_parallel=config.expert_parallel,
         )
+        if config.expert_parallel and decoder.config.mixture is None:
+            raise ModelMismatch(f"{name} has no experts to be divided among ranks", field="expert_parallel")
         if not drafts or pair.drafter_path is None:
             return Models(pair, decoder, None, None, backend, ranks)
         facts = TargetFacts(

@@ -136,3 +136,55 @@ def test_planning_loads_neither_torch_nor_ray() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+QWEN3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151_936,
+    "intermediate_size": 6144,
+    "num_experts": 128,
+    "moe_intermediate_size": 768,
+    "mlp_only_layers": [],
+    "torch_dtype": "bfloat16",
+}
+SMALL = ["--max-seq-len", "4096", "--max-batch", "4", "--memory-gib", "8"]
+
+
+def test_weights_of_a_mixture_count_its_experts_as_they_are_shared(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
+    model = ["--model", str(tmp_path), *SMALL]
+    _, alone = plan(*model)
+    assert alone["target_weights"]["total_bytes"] == 2 * 30_532_122_624  # as published
+    _, inside = plan(*model, "--tp", "4")
+    _, whole = plan(*model, "--tp", "4", "--expert-parallel")
+    _, data_parallel = plan(*model, "--tp", "4", "--expert-parallel", "--attention-dp")
+    for shared in (inside, whole, data_parallel):
+        assert shared["target_weights"]["expert_bytes"] == alone["target_weights"]["expert_bytes"] // 4
+    assert inside["target_weights"] == whole["target_weights"]
+    assert data_parallel["target_weights"]["total_bytes"] > whole["target_weights"]["total_bytes"]
+    shown = CliRunner().invoke(cli, ["plan", *model, "--tp", "4"]).stdout
+    assert "beside this memory: 14.2" in shown
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "problem"),
+    [
+        ({}, ["--tp", "3"], "heads cannot be divided"),
+        ({"moe_intermediate_size": 770}, ["--tp", "4"], "moe_intermediate_size"),
+        ({"num_experts": 126}, ["--tp", "4", "--expert-parallel"], "num_experts"),
+        ({"num_experts": None}, [], "num_local_experts"),
+        ({"mlp_only_layers": 3}, [], "mlp_only_layers"),
+    ],
+)
+def test_experts_that_would_not_load_are_refused_by_field(
+    changes: dict[str, Any], options: list[str], problem: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B | changes))
+    result = CliRunner().invoke(cli, ["plan", "--model", str(tmp_path), *SMALL, *options])
+    assert result.exit_code == 1
+    assert problem in result.output

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from drafter.layers import TORCH_OPS
 from drafter.ranks import OneRank
+from kvmanager.weights import WeightDivision, rank_weights
 from tests.workers.embedded_pair import load_embedded_pair
 from tests.workers.group_of_threads import group
 from tests.workers.paged import PagedDecoder
@@ -25,7 +26,9 @@ from tests.workers.tiny_checkpoints import (
     stacked_experts,
     write_directory,
 )
-from workers.assembly import Models
+from workers.assembly import Models, load_models
+from workers.config import PairSpec, WorkerConfig
+from workers.errors import ModelMismatch
 from workers.models.errors import CheckpointError
 from workers.models.experts import GroupedExperts, LoopedExperts, MixtureMlp
 from workers.models.load import load_config, load_decoder
@@ -182,6 +185,57 @@ def test_experts_that_cannot_be_shared_are_refused(
     with pytest.raises(ValueError, match=problem):
         load_decoder(directory, torch.float64, ranks=PartRank(0, 2), expert_parallel=expert_parallel)
     load_decoder(directory, torch.float64, ranks=PartRank(0, 2), expert_parallel=not expert_parallel)
+
+
+def test_experts_are_divided_of_a_mixture_only(tmp_path: Path) -> None:
+    pair = write_random_pair(tmp_path, family="qwen3")
+    spec = PairSpec(name="random", target=str(pair.target_path), drafter=str(pair.drafter_path))
+    asked = WorkerConfig(role="aggregated", pair=spec, dtype="float64", expert_parallel=True)
+    with pytest.raises(ModelMismatch, match="has no experts to be divided among ranks") as refused:
+        load_models(asked)
+    assert refused.value.field == "expert_parallel"
+
+
+def held(thing: object, counted: dict[int, int]) -> dict[int, int]:
+    """Elements of every tensor that `thing` keeps, by address."""
+    if isinstance(thing, Tensor):
+        counted[thing.data_ptr()] = thing.numel()
+    elif isinstance(thing, list | tuple):
+        for part in thing:
+            held(part, counted)
+    elif type(thing).__module__.startswith(("drafter.", "workers.")):
+        names = [*getattr(thing, "__dict__", ()), *getattr(type(thing), "__slots__", ())]
+        held([getattr(thing, name) for name in names], counted)
+    return counted
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "division",
+    [
+        WeightDivision(),
+        WeightDivision(num_ranks=4),
+        WeightDivision(num_ranks=4, expert_parallel=True),
+        WeightDivision(num_ranks=2, expert_parallel=True, attention_dp=True),
+    ],
+    ids=str,
+)
+def test_a_plan_counts_the_weights_that_a_rank_keeps(
+    family: str, division: WeightDivision, tmp_path: Path
+) -> None:
+    written = config_of(family, vocab_size=64, mlp_only_layers=[0], tie_word_embeddings=family == "llama")
+    planned = rank_weights(written, division)
+    assert planned is not None
+    decoder = load_decoder(
+        write_directory(tmp_path, written, random_tensors(written)),
+        torch.float64,
+        ranks=PartRank(0, division.num_ranks),
+        expert_parallel=division.expert_parallel,
+        attention_dp=division.attention_dp,
+    )
+    parts = [decoder.embed_weight, decoder.lm_head, decoder._layers, decoder._final_norm]
+    assert sum(held(parts, {}).values()) == planned.of_experts + planned.others
+    assert (planned.of_experts > 0) == (family == "qwen3_moe")
 
 
 def account(outcomes: list[Outcome]) -> list[tuple[list[int], int, tuple[int, ...]]]:
