@@ -3,11 +3,12 @@
 With attention data parallelism every rank of a worker has pools of its own, and all pages of a request lie on one
 rank. `DividedLedger` keeps a `KvLedger` for each of them and moves requests in where there is most room:
 
-    reserve ──▶ the rank with the most free pages; a page of the prefix that a rank has already counts as one more
+    reserve ──▶ the rank with the most free pages; a page of the prefix that it has already counts as two of them,
+                because it is neither taken nor computed
     all else ──▶ the rank that has the request
 
-So requests that begin alike meet on one rank until it is fuller than the others by as much as they share; then another
-rank computes the prefix once more and has it too. A page is never read on a rank that does not hold it.
+So requests that begin alike meet on one rank until it is fuller than another by as much as they share; then that one
+computes the prefix once more and has it too. A page is never read on a rank that does not hold it.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ class DividedLedger:
     def _by_room(self, prefix: Sequence[PageKey]) -> list[int]:
         def room(rank: int) -> tuple[int, int]:
             ledger, usage = self.ledgers[rank], self.ledgers[rank].usage()
-            return usage.target_pages_free + ledger.num_cached(prefix), usage.slots_free
+            return usage.target_pages_free + 2 * ledger.num_cached(prefix), usage.slots_free
 
         return sorted(range(len(self.ledgers)), key=room, reverse=True)
 

@@ -22,9 +22,10 @@ from drafter.ranks import ALONE
 from kvmanager.budget import KvDemand, PagePlan, plan_from_memory, plan_from_pages
 from kvmanager.errors import BudgetInfeasible, LayoutRefused
 from kvmanager.families import ServingMode, require_form
-from kvmanager.ids import WorkerEpoch
+from kvmanager.ids import RequestId, WorkerEpoch
 from kvmanager.layout import KvGeometry
 from kvmanager.ledger import KvLedger
+from kvmanager.ledgers import DividedLedger, Ledger
 from kvmanager.manager import BatchLimits
 from transceiver.annex import DEFAULT_STAGING_BYTES
 from transceiver.endpoint import Identity
@@ -43,6 +44,7 @@ from workers.errors import ModelMismatch
 from workers.generation import GenerationEngine
 from workers.group.lead import Lead, LeadingRunner, LeadingStep
 from workers.group.ranks import GroupRanks
+from workers.group.work import OwnWork, SharedWork, StepWork
 from workers.limits import EngineLimits
 from workers.memory import memory_of
 from workers.models.decoder import Decoder
@@ -52,9 +54,9 @@ from workers.pairs import ModelPair, PairError, resolve_pair
 from workers.request import WorkerFacts
 from workers.runner import PromptRunner
 from workers.sampler import Sampler
-from workers.step import DecodeStep
+from workers.step import DecodeStep, EagerStep
 from workers.storage import KvPool, KvStorage
-from workers.tables import LedgerTables, StepTables
+from workers.tables import DividedTables, LedgerTables, StepTables
 from workers.working import WorkingSet
 
 DTYPES = {
@@ -79,6 +81,11 @@ class Models:
     backend: Backend = TORCH_ON_CPU
     ranks: GroupRanks | None = None
     """This rank's end of its group; None on a worker of one rank."""
+
+    @property
+    def attention_dp(self) -> bool:
+        """Whether every rank has requests of its own: the models were loaded with all heads on each."""
+        return self.ranks is not None and self.ranks.size > self.decoder.ranks.size
 
 
 @dataclass(frozen=True)
@@ -139,6 +146,7 @@ def load_models(config: WorkerConfig, ranks: GroupRanks | None = None) -> Models
             backend.device,
             backend.ops,
             ranks or ALONE,
+            attention_dp=config.attention_dp,
             expert_parallel=config.expert_parallel,
         )
         if config.expert_parallel and decoder.config.mixture is None:
@@ -192,7 +200,8 @@ class Ground:
                 Loaded(models.decoder, models.drafter, tables, sampler),
                 ComputedPools(self.memory.target, self.memory.draft_pool, config.pool_layout),
                 self.working,
-                decodes=config.role != "context",
+                # Ranks with tokens of their own would have to agree on the shapes of captured steps.
+                decodes=config.role != "context" and not models.attention_dp,
             )
         except LayoutRefused as error:
             raise ModelMismatch(str(error), field="pool_layout") from error
@@ -221,7 +230,9 @@ def lay_ground(config: WorkerConfig, models: Models) -> Ground:
     try:
         if drafter is not None:
             mode: ServingMode = "aggregated" if config.role == "aggregated" else "split"
-            require_form(drafter.config.family, mode, config.draft_kv)
+            require_form(
+                drafter.config.family, "attention_dp" if models.attention_dp else mode, config.draft_kv
+            )
         demand = KvDemand(
             target=target_geometry,
             draft=draft_geometry,
@@ -251,26 +262,18 @@ def build(config: WorkerConfig, models: Models, make_port: MakePort | None = Non
     ground = lay_ground(config, models)
     demand, plan, memory = ground.demand, ground.plan, ground.memory
     max_seq_len, lookahead = demand.limits.max_seq_len, demand.limits.lookahead
-    ledger = KvLedger(
-        target=demand.target,
-        draft=demand.draft,
-        num_target_pages=plan.num_target_pages,
-        num_draft_pages=plan.num_draft_pages,
-        max_batch=config.max_batch,
-        max_seq_len=max_seq_len,
-        lookahead=lookahead,
-        draft_kv=config.draft_kv,
-        prefix_cache=config.prefix_cache,
-    )
+    books = _books(config, models, demand, plan)
+    ledger = books.ledger
     sampler = Sampler()
-    computing = ground.compute(config, models, LedgerTables(ledger), sampler)
+    computing = ground.compute(config, models, books.tables, sampler)
     runner: PromptRunner = computing.runner
     step: DecodeStep = computing.step
     lead: Lead | None = None
     if models.ranks is not None:
-        lead = Lead(models.ranks, time.monotonic)
-        runner = LeadingRunner(computing.runner, lead)
-        step = LeadingStep(step, computing.runner, lead)
+        work = make_work(models, computing, sampler)
+        lead = Lead(models.ranks, time.monotonic, books.rank_of)
+        runner = LeadingRunner(work, computing.runner, lead)
+        step = LeadingStep(work, computing.runner, lead)
     max_draft_tokens = drafter.max_draft_tokens if drafter is not None else 0
     decode = DecodeLoop(
         step=step,
@@ -320,7 +323,7 @@ def build(config: WorkerConfig, models: Models, make_port: MakePort | None = Non
         model=models.pair.name,
         vocab_size=decoder.config.vocab_size,
         max_seq_len=max_seq_len,
-        max_batch=config.max_batch,
+        max_batch=ledger.usage().slots_free,
         max_draft_tokens=max_draft_tokens,
         eos_token_ids=tuple(decoder.config.eos_token_ids),
         dtype=config.dtype,
@@ -331,6 +334,45 @@ def build(config: WorkerConfig, models: Models, make_port: MakePort | None = Non
         hello=b"" if port is None else port.hello(),
     )
     return Assembly(engine, facts, port, lead)
+
+
+def make_work(models: Models, computing: Computing, sampler: Sampler) -> StepWork:
+    """What this rank of a group does of each step."""
+    assert models.ranks is not None
+    if not models.attention_dp:
+        return SharedWork(computing.runner, computing.step)
+    step = EagerStep(runner=computing.runner, sampler=sampler, clock=time.perf_counter)
+    return OwnWork(models.ranks, computing.runner, step)
+
+
+@dataclass(frozen=True)
+class _Books:
+    """Who holds which pages, on the rank that schedules. `rank_of`: which rank has a request; the first of all."""
+
+    ledger: Ledger
+    tables: StepTables
+    rank_of: Callable[[RequestId], int]
+
+
+def _books(config: WorkerConfig, models: Models, demand: KvDemand, plan: PagePlan) -> _Books:
+    def ledger() -> KvLedger:
+        return KvLedger(
+            target=demand.target,
+            draft=demand.draft,
+            num_target_pages=plan.num_target_pages,
+            num_draft_pages=plan.num_draft_pages,
+            max_batch=config.max_batch,
+            max_seq_len=demand.limits.max_seq_len,
+            lookahead=demand.limits.lookahead,
+            draft_kv=config.draft_kv,
+            prefix_cache=config.prefix_cache,
+        )
+
+    if models.ranks is None or not models.attention_dp:
+        whole = ledger()
+        return _Books(whole, LedgerTables(whole), lambda _: 0)
+    divided = DividedLedger([ledger() for _ in range(models.ranks.size)])
+    return _Books(divided, DividedTables(divided), divided.rank_of)
 
 
 @dataclass(frozen=True)
@@ -375,6 +417,7 @@ def _working_set(config: WorkerConfig, models: Models, demand: KvDemand) -> Work
         target=demand.target,
         draft=demand.draft,
         num_heads=models.decoder.heads.num_heads,
+        num_ranks_met=models.ranks.size if models.attention_dp and models.ranks is not None else 1,
         draft_heads=drafter.heads.num_heads if drafter is not None else 0,
         hidden_size=max(model.hidden_size for model in both),
         mlp_elements=max(target.mlp_elements, 0 if drafter is None else 3 * drafter.config.intermediate_size),
@@ -442,15 +485,15 @@ def _region(storage: KvStorage) -> Region:
     return Region(storage.address, storage.size_bytes, storage.page_bytes, storage.num_pages, device)
 
 
-def _fingerprint(config: WorkerConfig, models: Models, ledger: KvLedger) -> Fingerprint:
-    draft = ledger.draft
+def _fingerprint(config: WorkerConfig, models: Models, ledger: Ledger) -> Fingerprint:
+    draft = ledger.draft_geometry
     return Fingerprint(
         target_model=models.decoder.fingerprint,
         target_dtype=config.dtype,
-        target=ledger.target.geometry,
+        target=ledger.target_geometry,
         draft_model=models.drafter_fingerprint,
         draft_dtype=config.dtype if draft is not None else None,
-        draft=draft.geometry if draft is not None else None,
+        draft=draft,
         draft_mode=ledger.draft_kv or "none",
         num_draft_tokens=models.drafter.max_draft_tokens if models.drafter is not None else 0,
         verify=config.verify,

@@ -62,6 +62,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     `prefix_cache` keeps full pages of prompts for those that begin alike. `admission` is a generation worker's alone: a
     request gets all pages that it may need at once, or more as it grows (see `workers.growth`). `expert_parallel`: in a
     group that serves a mixture of experts, each rank holds whole experts and not a share of every one.
+    `attention_dp`: of a worker of several ranks, each has requests of its own, with all heads of their KV, and what
+    else is said here of requests and pages is said of each rank.
     """
 
     role: Role
@@ -82,6 +84,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     drafting: bool = True
     draft_tokens: DraftPolicy | int = "full"
     num_threads: int = 1
+    attention_dp: bool = False
     expert_parallel: bool = False
 
     def __post_init__(self) -> None:

@@ -80,15 +80,26 @@ class ModelRunner:
         return logits_1V
 
     def compute_chunk(
-        self, sequence: Sequence, token_ids: Items[int], start: int, *, last: bool
+        self,
+        sequence: Sequence,
+        token_ids: Items[int],
+        start: int,
+        *,
+        last: bool,
+        rows_by_rank: Items[int] = (),
     ) -> Tensor | None:
-        """Compute prompt positions from `start` on. Returns the logits [1, V] behind the `last` chunk."""
+        """Compute prompt positions from `start` on. Returns the logits [1, V] behind the `last` chunk.
+
+        Here and below, rows_by_rank: see `Decoder.forward`.
+        """
         end = start + len(token_ids)
         positions_T = torch.arange(start, end, device=self.device)
         # Of a long prompt, a drafter with a window never reads what lies before the last of it.
         unread = min(max(self._window_from(sequence.num_prompt_tokens) - start, 0), end - start)
         tokens_T = self._tokens(token_ids)
-        hidden_TH = self._forward([sequence], tokens_T, positions_T, [end - start], [end], unread)
+        hidden_TH = self._forward(
+            [sequence], tokens_T, positions_T, [end - start], [end], unread, rows_by_rank
+        )
         return self._decoder.logits(hidden_TH[-1:]) if last else None
 
     def written(self) -> Callable[[], bool] | None:
@@ -124,7 +135,13 @@ class ModelRunner:
         logits_NV = self.verify_some(sequences, drafts_BK, [num_draft] * len(sequences))
         return logits_NV.view(len(sequences), num_draft + 1, -1)
 
-    def verify_some(self, sequences: Items[Sequence], drafts_BK: Tensor, counts: list[int]) -> Tensor:
+    def verify_some(
+        self,
+        sequences: Items[Sequence],
+        drafts_BK: Tensor,
+        counts: list[int],
+        rows_by_rank: Items[int] = (),
+    ) -> Tensor:
         """Target logits [N, V] behind each request's newest token and its first counts[b] drafts, in that order."""
         starts = self.lengths_of(sequences)
         widths = [count + 1 for count in counts]
@@ -138,7 +155,16 @@ class ModelRunner:
         else:
             tokens_T, positions_T = tokens_BW.flatten(), positions_BW.flatten()
         ends = [start + width for start, width in zip(starts, widths, strict=True)]
-        return self._decoder.logits(self._forward(sequences, tokens_T, positions_T, widths, ends))
+        hidden_TH = self._forward(sequences, tokens_T, positions_T, widths, ends, rows_by_rank=rows_by_rank)
+        return self._decoder.logits(hidden_TH)
+
+    def assist(self, rows_by_rank: Items[int]) -> None:
+        """Take part in a target forward of which this rank has no tokens."""
+        self._decoder.assist(rows_by_rank)
+
+    def empty_logits(self, *shape: int) -> Tensor:
+        """Logits [*shape, V] without values."""
+        return self._decoder.embed_weight.new_empty((*shape, self._decoder.config.vocab_size))
 
     def _forward(
         self,
@@ -148,6 +174,7 @@ class ModelRunner:
         q_lens: list[int],
         kv_lens: list[int],
         unread: int = 0,
+        rows_by_rank: Items[int] = (),
     ) -> Tensor:
         """Target forward; with drafting, also appends the draft context of the same positions.
 
@@ -158,7 +185,9 @@ class ModelRunner:
         taps = drafter.tap_layer_ids if drafter is not None and drafting else ()
         rows = torch.from_numpy(self.target_rows(sequences))
         plan = self._target_attention.plan(rows, q_lens, kv_lens, causal=True)
-        output = self._decoder.forward(tokens_T, positions_T, self._target_attention, plan, taps)
+        output = self._decoder.forward(
+            tokens_T, positions_T, self._target_attention, plan, taps, rows_by_rank
+        )
         if output.taps_TX is not None and drafter is not None and attention is not None:
             read_lens = [q_len - unread for q_len in q_lens]
             draft_plan = self._draft_plan(sequences, read_lens, kv_lens)

@@ -76,8 +76,14 @@ class EagerStep:
     def can_trim(self) -> bool:
         return True
 
-    def run(self, sequences: Items[Sequence], num_draft: int, trim: Trim | None = None) -> StepOutcome:
-        """See `DecodeStep.run`."""
+    def run(
+        self,
+        sequences: Items[Sequence],
+        num_draft: int,
+        trim: Trim | None = None,
+        rows_by_rank: Items[int] = (),
+    ) -> StepOutcome:
+        """See `DecodeStep.run`. rows_by_rank: tokens that each rank verifies, where each has requests of its own."""
         starts = self._runner.lengths_of(sequences)
         began_s = self._clock()
         proposal = self._draft(sequences, starts, num_draft)
@@ -87,7 +93,7 @@ class EagerStep:
             drafts_BK = drafts_BK[:, : max(verified)]
         drafted_s = self._clock()
         counts = [drafts_BK.shape[1]] * len(sequences) if verified is None else verified
-        logits_NV = self._runner.verify_some(sequences, drafts_BK, counts)
+        logits_NV = self._runner.verify_some(sequences, drafts_BK, counts, rows_by_rank)
         sampling = [s.sampling for s, count in zip(sequences, counts, strict=True) for _ in range(count + 1)]
         positions = [
             start + 1 + ahead

@@ -23,6 +23,9 @@ _BLOCKS_PER_MULTIPROCESSOR = 2
 class WorkingSet:
     """Sizes of one worker. `width`: tokens verified per request and step; `block_size`: 0 without a drafter;
     `mlp_elements`: what a token's way through an MLP holds at most at a time.
+
+    `num_ranks_met`: ranks whose tokens meet in its MLPs, 1 unless each has tokens of its own. Its part of an MLP is as
+    much smaller as it has more tokens then, but for what goes in and comes out.
     """
 
     target: KvGeometry
@@ -37,6 +40,7 @@ class WorkingSet:
     width: int
     block_size: int
     chunk_tokens: int
+    num_ranks_met: int = 1
 
     @property
     def eager_bytes(self) -> int:
@@ -72,5 +76,6 @@ class WorkingSet:
         if self.draft is not None:
             draft_elements = 3 * self.draft.bytes_per_token // self.draft.element_bytes
         elements = 4 * self.hidden_size + self.mlp_elements
+        elements += 2 * (self.num_ranks_met - 1) * self.hidden_size
         elements += 2 * self.num_taps * self.hidden_size + draft_elements
         return tokens * elements * self.target.element_bytes

@@ -8,6 +8,7 @@ from kvmanager.errors import LayoutRefused, LedgerCorrupt, PoolExhausted
 from kvmanager.ids import PageKey, RequestId, TransferId
 from kvmanager.layout import DraftKv, KvGeometry
 from kvmanager.ledger import KvLedger
+from kvmanager.ledgers import Ledger
 from kvmanager.prefix import page_keys, shareable
 
 PAGE = 4
@@ -43,7 +44,7 @@ def keys_of(tokens: list[int], salt: str = "") -> tuple[PageKey, ...]:
     return page_keys(tokens, PAGE, model_pair="pair", salt=salt)
 
 
-def run(ledger: KvLedger, request: RequestId, tokens: list[int]) -> int:
+def run(ledger: Ledger, request: RequestId, tokens: list[int]) -> int:
     """A request from reservation to the end; returns how many of its pages were hits."""
     keys = keys_of(tokens)
     ledger.reserve(request, len(tokens), shareable(keys, len(tokens), PAGE))

@@ -20,8 +20,13 @@ def main(pair: str, seat: str, config: str, port: str) -> None:
     torch.set_num_threads(1)
     ranks = GroupRanks(msgspec.json.decode(seat, type=Seat), dist.TCPStore("127.0.0.1", int(port)))
     directory = Path(pair)
-    models = load_pair(ModelPair("random", directory / "target", directory / "drafter"), ranks)
-    build_follower(msgspec.json.decode(config, type=WorkerConfig), models).run()
+    worker = msgspec.json.decode(config, type=WorkerConfig)
+    models = load_pair(
+        ModelPair("random", directory / "target", directory / "drafter"),
+        ranks,
+        attention_dp=worker.attention_dp,
+    )
+    build_follower(worker, models).run()
 
 
 if __name__ == "__main__":

@@ -73,11 +73,24 @@ def write_random_pair(
     return ModelPair("random", target, drafter_path)
 
 
-def load_pair(pair: ModelPair, ranks: GroupRanks | None = None, *, expert_parallel: bool = False) -> Models:
+def load_pair(
+    pair: ModelPair,
+    ranks: GroupRanks | None = None,
+    *,
+    attention_dp: bool = False,
+    expert_parallel: bool = False,
+) -> Models:
     """Load both checkpoints in float64, as one rank of several if `ranks` says so."""
     decoder = load_decoder(
-        pair.target_path, torch.float64, DEVICE, ranks=ranks or ALONE, expert_parallel=expert_parallel
+        pair.target_path,
+        torch.float64,
+        DEVICE,
+        ranks=ranks or ALONE,
+        attention_dp=attention_dp,
+        expert_parallel=expert_parallel,
     )
+    if pair.drafter_path is None:
+        return Models(pair, decoder, None, None, TorchBackend(DEVICE), ranks)
     facts = TargetFacts(
         hidden_size=decoder.config.hidden_size,
         vocab_size=decoder.config.vocab_size,
@@ -88,7 +101,6 @@ def load_pair(pair: ModelPair, ranks: GroupRanks | None = None, *, expert_parall
         fingerprint=decoder.fingerprint,
         ranks=decoder.ranks,
     )
-    assert pair.drafter_path is not None
     drafter = load_drafter(pair.drafter_path, facts)
     fingerprint = drafter_fingerprint(pair.drafter_path)
     return Models(pair, decoder, drafter, fingerprint, TorchBackend(DEVICE), ranks)

@@ -113,7 +113,7 @@ def test_an_error_in_one_rank_ends_all_of_them_and_the_worker_says_so(tmp_path: 
 
     def fail(rank: int, follower: Follower) -> None:
         if rank == 2:
-            follower._step = Failing()  # type: ignore[assignment]
+            follower._work.decode = Failing().run  # type: ignore[assignment]
 
     with group(4, lambda ranks: load_pair(pair, ranks), CONFIG, change=fail, errors=left) as assembly:
         host = EngineHost(assembly, num_threads=1)

@@ -21,9 +21,8 @@ from kvmanager.slots import PageTable
 from workers.group.lead import digest
 from workers.group.plan import Beat, Chunk, Decode, Row, Step, Stop, decode, unpack_rows
 from workers.group.ranks import GroupRanks
-from workers.runner import ModelRunner
+from workers.group.work import StepWork
 from workers.sequence import Sequence
-from workers.step import DecodeStep
 
 _log = logging.getLogger(__name__)
 
@@ -82,12 +81,9 @@ class HeardTables:
 class Follower:
     """Runs the steps of one rank that does not schedule. `run` takes its thread until the group ends."""
 
-    def __init__(
-        self, *, ranks: GroupRanks, runner: ModelRunner, step: DecodeStep, tables: HeardTables
-    ) -> None:
+    def __init__(self, *, ranks: GroupRanks, work: StepWork, tables: HeardTables) -> None:
         self._ranks = ranks
-        self._runner = runner
-        self._step = step
+        self._work = work
         self._tables = tables
         ranks.started()
 
@@ -108,11 +104,11 @@ class Follower:
         match step:
             case Beat():
                 pass
-            case Chunk(row, token_ids, last):
-                self._runner.compute_chunk(_sequence(row), token_ids, row.length, last=last)
-            case Decode(rows, anchors, num_draft):
+            case Chunk(row):
+                self._work.chunk(_sequence(row), step)
+            case Decode(rows, anchors):
                 sequences = [_sequence(row, anchor) for row, anchor in zip(rows, anchors, strict=True)]
-                self._ranks.remember(digest(self._step.run(sequences, num_draft)))
+                self._ranks.remember(digest(self._work.decode(sequences, step)))
         return True
 
     def _heard(self) -> Step:
@@ -122,9 +118,9 @@ class Follower:
             step = decode(message)
             match step:
                 case Chunk(row):
-                    self._tables.show([row])
+                    self._tables.show(self._work.own([row]))
                 case Decode(rows):
-                    self._tables.show(rows)
+                    self._tables.show(self._work.own(rows))
                 case _:
                     pass
         except (msgspec.DecodeError, ValueError):

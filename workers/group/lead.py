@@ -15,20 +15,28 @@ import msgspec
 import numpy as np
 from torch import Tensor
 
+from kvmanager.ids import RequestId
 from workers.faults import Fault
 from workers.group.plan import Beat, Chunk, Decode, Row, Step, Stop, encode, pack_row
 from workers.group.ranks import GroupRanks
+from workers.group.work import StepWork
 from workers.runner import ModelRunner
 from workers.sequence import Sequence
-from workers.step import DecodeStep, StepOutcome, Trim
+from workers.step import StepOutcome, Trim
 
 _BEATS_PER_TIMEOUT = 10
 
 
 class Lead:
-    """The first rank's word to the others. `clock` returns seconds."""
+    """The first rank's word to the others. `clock` returns seconds, `rank_of` which rank has a request."""
 
-    def __init__(self, ranks: GroupRanks, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        ranks: GroupRanks,
+        clock: Callable[[], float],
+        rank_of: Callable[[RequestId], int] = lambda request: 0,
+    ) -> None:
+        self.rank_of = rank_of
         self._ranks = ranks
         self._clock = clock
         self._told_s = clock()
@@ -72,7 +80,8 @@ class Lead:
 class LeadingRunner:
     """Implements `workers.runner.PromptRunner` for the whole group."""
 
-    def __init__(self, runner: ModelRunner, lead: Lead) -> None:
+    def __init__(self, work: StepWork, runner: ModelRunner, lead: Lead) -> None:
+        self._work = work
         self._runner = runner
         self._lead = lead
 
@@ -85,10 +94,12 @@ class LeadingRunner:
         self._runner.fault = fault
 
     def prefill_chunk(self, sequence: Sequence, start: int, end: int) -> Tensor | None:
-        (row,) = rows_of(self._runner, [sequence])
+        (row,) = rows_of(self._runner, self._lead, [sequence])
         chunk = Chunk(row, sequence.prompt_token_ids[start:end], end == sequence.num_prompt_tokens)
         with self._lead.leading(chunk):
-            return self._runner.prefill_chunk(sequence, start, end)
+            logits_1V = self._work.chunk(sequence, chunk)
+        sequence.prompt_tokens_computed += end - start
+        return logits_1V
 
     def written(self) -> Callable[[], bool] | None:
         return self._runner.written()
@@ -99,8 +110,8 @@ class LeadingStep:
 
     can_trim = False
 
-    def __init__(self, step: DecodeStep, runner: ModelRunner, lead: Lead) -> None:
-        self._step = step
+    def __init__(self, work: StepWork, runner: ModelRunner, lead: Lead) -> None:
+        self._work = work
         self._runner = runner
         self._lead = lead
 
@@ -108,14 +119,15 @@ class LeadingStep:
         """Nothing: shapes are captured by all ranks together, at the first step that has them."""
 
     def run(self, sequences: Items[Sequence], num_draft: int, trim: Trim | None = None) -> StepOutcome:
-        rows, anchors = rows_of(self._runner, sequences), tuple(s.last_token for s in sequences)
-        with self._lead.leading(Decode(rows, anchors, num_draft)):
-            outcome = self._step.run(sequences, num_draft)
+        rows = rows_of(self._runner, self._lead, sequences)
+        decode = Decode(rows, tuple(s.last_token for s in sequences), num_draft)
+        with self._lead.leading(decode):
+            outcome = self._work.decode(sequences, decode)
         self._lead.remember(outcome)
         return outcome
 
 
-def rows_of(runner: ModelRunner, sequences: Items[Sequence]) -> tuple[Row, ...]:
+def rows_of(runner: ModelRunner, lead: Lead, sequences: Items[Sequence]) -> tuple[Row, ...]:
     """What the other ranks must know of a step's requests. Rows are sent without the dummy pages behind their own."""
     target_rows = runner.target_rows(sequences)
     drafts = [sequence for sequence in sequences if sequence.drafting]
@@ -140,6 +152,7 @@ def rows_of(runner: ModelRunner, sequences: Items[Sequence]) -> tuple[Row, ...]:
             counts=sequence.counts.pairs() if sequence.counts is not None else None,
             banned=sequence.stop_token_ids if sequence.num_tokens_to_min else (),
             num_banned=sequence.num_tokens_to_min,
+            rank=lead.rank_of(sequence.request_id),
         )
         for sequence, length, target_row in zip(
             sequences, runner.lengths_of(sequences), target_rows, strict=True

@@ -1,7 +1,8 @@
 """What the rank that schedules tells the others of a step: everything they need, as msgpack, once.
 
-The others keep no ledger and no requests. A step brings its requests' tokens, lengths and page table rows; page ids
-mean the same on every rank, because all pools have equally many pages and each holds its heads' share of every page.
+The others keep no ledger and no requests. A step brings its requests' tokens, lengths and page table rows. Page ids
+mean the same on every rank, because all pools have equally many pages and each holds its heads' share of every page;
+where every rank has requests of its own, they are pages of the request's rank.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ class Row(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One request of a step. `target_pages`, `draft_pages`: its rows as int32 bytes, up to its last page.
 
     `length`: positions with KV, in front of the step. `counts`: (token, times said) of all tokens so far, where
-    penalties look at them; `banned`: what the next `num_banned` tokens must not be.
+    penalties look at them; `banned`: what the next `num_banned` tokens must not be. `rank`: which one has the request,
+    where each has its own.
     """
 
     request_id: RequestId
@@ -33,6 +35,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     counts: tuple[tuple[int, int], ...] | None = None
     banned: tuple[int, ...] = ()
     num_banned: int = 0
+    rank: int = 0
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, tag=True):

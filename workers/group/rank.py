@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvmanager.layout import KvGeometry
-from workers.assembly import Models, lay_ground
+from workers.assembly import Models, lay_ground, make_work
 from workers.config import WorkerConfig
 from workers.group.follow import Follower, HeardTables, PoolSize
 from workers.sampler import Sampler
@@ -29,5 +29,6 @@ def build_follower(config: WorkerConfig, models: Models) -> Follower:
             ground.demand.draft, target_pages if ground.demand.unified else ground.plan.num_draft_pages
         )
     tables = HeardTables(limits, size(ground.demand.target, target_pages), draft)
-    computing = ground.compute(config, models, tables, Sampler())
-    return Follower(ranks=models.ranks, runner=computing.runner, step=computing.step, tables=tables)
+    sampler = Sampler()
+    computing = ground.compute(config, models, tables, sampler)
+    return Follower(ranks=models.ranks, work=make_work(models, computing, sampler), tables=tables)

@@ -9,7 +9,8 @@ Every step, on all ranks:
 
     first rank ── the step, as bytes ──▶ the others           `tell` / `hear`
     all ◀── ballots ──▶ all                                   `vote`: ready? as many collectives as I? the same tokens?
-    forward passes, with their collectives                    `sum`, `join`, `gather`
+    forward passes, with their collectives                    `sum`, `join`, `gather`, `spread`
+    all ◀── what each found ──▶ all                           `report`: where every rank has requests of its own
 
 Between steps nobody talks, so the first rank sends a beat now and then. Every wait ends in GroupBroken: after `start_s`
 while ranks meet and load, after `timeout_s` from then on. A rank that breaks calls `close`: its connections go, and
@@ -87,6 +88,16 @@ class GroupRanks:
         self._collective("a gathering", lambda: self._data.allgather([list(gathered.unbind())], [own]))
         return gathered
 
+    def spread(self, x: Tensor, rank: int) -> Tensor:
+        """That rank's `x`, on every rank; may be written into the argument, which is of the same shape everywhere."""
+        x = x.contiguous()
+        self._collective("a spreading", lambda: self._data.broadcast(x, rank))
+        return x
+
+    def report(self, own: Tensor) -> Tensor:
+        """Every rank's `own` in rank order, [size, ...]: int64 on the host, of one shape."""
+        return self._all(own, "a report")
+
     def least(self, counts: list[int]) -> list[int]:
         """Elementwise minimum over ranks, of what they must agree on before the first step."""
         found = torch.tensor(counts, dtype=torch.int64)
@@ -114,9 +125,7 @@ class GroupRanks:
     def vote(self, ready: bool = True) -> None:
         """Go on only if all ranks are ready for the same step, behind the same steps. Raises GroupBroken for all."""
         own = torch.tensor([ready, self._calls, self._digest], dtype=torch.int64)
-        ballots = torch.empty((self.size, len(own)), dtype=torch.int64)
-        with self._breaking("a vote"):
-            self._control.allgather([list(ballots.unbind())], [own]).wait()
+        ballots = self._all(own, "a vote")
         first = ballots[_FIRST].tolist()
         for rank, (is_ready, calls, digest) in enumerate(ballots.tolist()):
             if not is_ready:
@@ -152,6 +161,12 @@ class GroupRanks:
         self._calls += 1
         with self._breaking(what):
             start().wait()
+
+    def _all(self, own: Tensor, what: str) -> Tensor:
+        found = own.new_empty((self.size, *own.shape))
+        with self._breaking(what):
+            self._control.allgather([list(found.unbind())], [own]).wait()
+        return found
 
     def _broadcast(self, frame: bytes) -> bytes:
         buffer = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
