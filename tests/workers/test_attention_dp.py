@@ -44,9 +44,9 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def loading(pair: ModelPair) -> Any:
+def loading(pair: ModelPair, *, expert_parallel: bool = False) -> Any:
     def load(ranks: GroupRanks) -> Models:
-        return load_pair(pair, ranks, attention_dp=True)
+        return load_pair(pair, ranks, attention_dp=True, expert_parallel=expert_parallel)
 
     return load
 
@@ -123,6 +123,17 @@ def pools_of(runner: ModelRunner) -> list[KvStorage]:
 def poison(runner: ModelRunner) -> None:
     for storage in pools_of(runner):
         storage.pool.fill_(torch.nan)
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True], ids=["shares of experts", "whole experts"])
+def test_ranks_with_requests_of_their_own_share_the_experts_of_a_mixture(
+    tmp_path: Path, expert_parallel: bool
+) -> None:
+    pair = write_random_pair(tmp_path, dspark("vanilla"), "qwen3_moe", mlp_only_layers=[1])
+    golden = run_aggregated(load_pair(pair), PROMPTS[:3], SAMPLED, **SMALL)
+    setting = config("aggregated", attention_dp=True, expert_parallel=expert_parallel, **SMALL)
+    with group(2, loading(pair, expert_parallel=expert_parallel), setting) as assembly:
+        assert account(answers(assembly.engine, PROMPTS[:3], SAMPLED)) == account(golden)
 
 
 @pytest.mark.parametrize("size", [2, 4])
