@@ -62,7 +62,7 @@ from cluster.timeline import MAX_RECORDS, Timeline
 from cluster.tracing import NoTracing, Tracing, traceparent_of
 from cluster.worker_client import WorkerUnreachable
 from kvmanager.ids import RequestId, WorkerEpoch
-from workers.errors import NotHeld, PeerUnknown, TransferBroke, WorkerRefused
+from workers.errors import EngineFailed, NotHeld, PeerUnknown, TransferBroke, WorkerRefused
 from workers.request import (
     ComputedHere,
     HoldRequest,
@@ -566,7 +566,7 @@ class Gateway:
                 )
             live.let_go(called)
         except (RequestError, WorkerRefused, WorkerUnreachable) as error:
-            if called is not None and isinstance(error, WorkerUnreachable):
+            if called is not None and isinstance(error, WorkerUnreachable | EngineFailed):
                 called.doubt()
             if isinstance(error, PeerUnknown):
                 self._membership.introduce_again(*live.record.workers)

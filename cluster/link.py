@@ -90,7 +90,7 @@ class WorkerLink:
         return self.state is LinkState.READY and not self.doubted
 
     def doubt(self) -> None:
-        """A call got no answer: nothing new goes there until a heartbeat does."""
+        """A call got no answer, or the answer of a broken engine: nothing new goes there until a heartbeat is well."""
         self.doubted = True
 
     async def drain(self, draining: bool) -> None:
@@ -125,6 +125,8 @@ class WorkerLink:
                     group.create_task(self._beat())
             except* (WorkerUnreachable, WorkerRefused) as troubles:
                 self.trouble = "; ".join(str(trouble) for trouble in troubles.exceptions)
+                # One that answers, and is not well, would attach again at once.
+                self.doubted |= any(isinstance(trouble, WorkerRefused) for trouble in troubles.exceptions)
             except* Exception as bugs:
                 # The loop that owns the link must outlive whatever a frame or a callback does to it.
                 self.trouble = "; ".join(repr(bug) for bug in bugs.exceptions)

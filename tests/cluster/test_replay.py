@@ -19,6 +19,7 @@ from cluster.errors import (
     WorkerFailed,
     WorkerLost,
 )
+from cluster.link import LinkTimes
 from cluster.metrics import Metrics
 from cluster.replay import Runs, total
 from cluster.worker_server import WorkerServer
@@ -26,7 +27,7 @@ from kvmanager.ids import RequestId
 from tests.cluster.conftest import FakeCluster, Peers, StartCluster
 from tests.cluster.fake_worker import FakeHost, continuation
 from workers.errors import EngineFailed, InvalidRequest, Overloaded, TransferBroke
-from workers.request import RequestOutput, RequestStats, SamplingParams, TokenLogprob
+from workers.request import RequestOutput, RequestStats, SamplingParams, SubmitRequest, TokenLogprob
 
 PROMPT = "tell me"
 RID = RequestId("r")
@@ -280,7 +281,7 @@ async def test_another_context_worker_takes_over_from_one_that_fails(
 
 
 async def test_the_only_pair_gets_a_request_back_that_broke_there(start_cluster: StartCluster) -> None:
-    cluster = await start_cluster(*hosts("context", "generation"))
+    cluster = await start_cluster(*hosts("context", "generation"), replay_wait_s=10.0)
     [host] = generations(cluster)
     host.refusal = EngineFailed("once")
     assert (await whole(cluster, max_tokens=9))[0] == answer(9)
@@ -371,6 +372,28 @@ async def test_a_worker_that_does_not_answer_a_call_gets_no_more_until_it_beats(
         if snapshot.name == link.worker.name
     )
     await until(lambda: link.trusted)
+
+
+async def test_a_broken_engine_does_not_use_up_the_runs_of_its_requests(start_cluster: StartCluster) -> None:
+    """Until it is replaced its worker still answers, and every answer is a failure."""
+    cluster = await start_cluster(
+        *hosts("aggregated"), route="aggregated", replay_wait_s=10.0, times=LinkTimes(60.0, 1.0)
+    )
+    broken = cluster.hosts["aggregated-0"]
+    broken.error_after = 4
+    submit = broken.submit
+
+    async def once(request: SubmitRequest) -> None:
+        if broken.seen:
+            raise EngineFailed("the engine failed")
+        await submit(request)
+
+    broken.submit = once  # type: ignore[method-assign]
+    asked = asyncio.create_task(whole(cluster, max_tokens=20))
+    await until(lambda: not cluster.gateway.links[0].trusted)
+    await restart(cluster, "aggregated-0")
+    assert (await asked)[0] == answer(20)
+    await cluster.servers["aggregated-0"].stop()
 
 
 async def until(found: Callable[[], Any]) -> Any:
