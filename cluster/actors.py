@@ -6,6 +6,9 @@ Ray places the process, watches it and kills it; that is all it is used for. Req
 Ray: the actor tells its address, and gateways talk to its own server. Models load in a thread, so that the actor
 answers `stage` meanwhile.
 
+A worker of several ranks is an actor like any other, and the first of its ranks: it makes the others (see
+`cluster.followers`), loads together with them, and serves for all.
+
 An actor that outlives the process that made it remembers who keeps it: the one that asked for its health last.
 """
 
@@ -19,9 +22,9 @@ from typing import Any, Protocol, cast
 import msgspec
 
 from cluster.config import limit_threads
+from cluster.followers import Followers, Post, own_node_ip
 from cluster.here import Note
 from cluster.logs import configure
-from cluster.observer import Observing
 from cluster.readiness import stood_still_s
 from cluster.tracing import worker_tracing
 from cluster.version import VERSION
@@ -69,28 +72,22 @@ class Described(msgspec.Struct, frozen=True):
 
 
 class HostFactory(Protocol):
-    """A class whose `load` makes a `cluster.worker_server.Host`."""
+    """A class whose `load` makes a `cluster.worker_server.Host`.
 
-    def load(self, config: WorkerConfig) -> Any: ...
+    `ranks` is given for a worker of several only: the first one's end of their group.
+    """
+
+    def load(self, config: WorkerConfig, ranks: Any = ...) -> Any: ...
 
 
 class WorkerActor:
     """Wrapped by `ray.remote` where it is created. All methods run on the actor's one event loop."""
 
-    def __init__(
-        self,
-        config: bytes,
-        host_factory: str = DEFAULT_HOST,
-        observing: bytes = b"",
-        name: str = "",
-        placement: str = "",
-    ) -> None:
+    def __init__(self, config: bytes, host_factory: str, post: bytes) -> None:
         self._packed = config
         self._config = msgspec.msgpack.decode(config, type=WorkerConfig)
-        self._observing = msgspec.msgpack.decode(observing, type=Observing) if observing else Observing()
         self._host_factory = host_factory
-        self._name = name
-        self._placement = placement
+        self._post = msgspec.msgpack.decode(post, type=Post)
         self._address = ""
         self._note: Note | None = None
         self._keeper = ""
@@ -109,19 +106,26 @@ class WorkerActor:
         An empty `node_ip` is the address under which Ray's other nodes reach this one.
         """
         limit_threads(self._config.num_threads)
-        configure(self._observing.log_format, self._observing.log_level)
+        observing = self._post.observing
+        configure(observing.log_format, observing.log_level)
         try:
-            self._host = await asyncio.to_thread(self._load)
+            followers = None
+            if self._config.tensor_parallel_size > 1:
+                followers = await self._load_together(node_ip)
+            else:
+                await asyncio.to_thread(self._load)
             from cluster.worker_server import WorkerServer
 
-            tracing = worker_tracing(self._observing.otel_endpoint, self._config.role)
+            tracing = worker_tracing(observing.otel_endpoint, self._config.role)
             self._server = WorkerServer(self._host, tracing)
-            self._address = await self._server.start(node_ip or _own_node_ip())
+            self._address = await self._server.start(node_ip or own_node_ip())
         except WorkerRefused as refused:
             self._stage = "refused"
             return msgspec.msgpack.encode(StartRefused(refused.refusal()))
         self._stage = "serving"
-        self._note = Note.write(self._name, self._address)
+        self._note = Note.write(self._post.name, self._address)
+        if followers is not None:
+            followers.follow(self._address)
         return msgspec.msgpack.encode(Serving(self._address))
 
     async def health(self, keeper: str) -> bytes:
@@ -137,7 +141,7 @@ class WorkerActor:
         """A msgpack `Described`."""
         age_s = time.monotonic() - self._kept_s
         return msgspec.msgpack.encode(
-            Described(VERSION, self._packed, self._address, self._placement, self._keeper, age_s)
+            Described(VERSION, self._packed, self._address, self._post.placement, self._keeper, age_s)
         )
 
     async def drain(self) -> None:
@@ -162,19 +166,36 @@ class WorkerActor:
             await self._server.stop()
         self._stage = "stopped"
 
-    def _load(self) -> Any:
+    async def _load_together(self, node_ip: str) -> Followers:
+        """Load as the first rank of a group; all have loaded on return. Raises the WorkerRefused of any of them."""
+        self._stage = "importing"
+        seat = await asyncio.to_thread(_first_seat, self._config, node_ip or own_node_ip())
+        followers = Followers(self._packed, self._post, self._config.tensor_parallel_size - 1)
+        meeting = seat.meeting
+        # The first to fail is told: the others, which wait for it, end with this process.
+        await asyncio.gather(
+            asyncio.to_thread(self._load, seat),
+            followers.start(node_ip, meeting.host, meeting.port),
+        )
+        return followers
+
+    def _load(self, seat: Any = None) -> None:
         self._stage = "importing"
         module, _, name = self._host_factory.partition(":")
         factory = cast(HostFactory, getattr(importlib.import_module(module), name))
+        ranks: tuple[Any, ...] = ()
+        if seat is not None:
+            self._stage = "waiting for the other ranks"
+            ranks = (seat.meet(),)
         self._stage = "loading the model"
-        host = factory.load(self._config)
+        self._host = factory.load(self._config, *ranks)
         self._stage = "starting the engine"
-        return host
 
 
-def _own_node_ip() -> str:
-    import ray
+def _first_seat(config: WorkerConfig, address: str) -> Any:
+    from workers.group.meeting import FirstSeat
+    from workers.group.ranks import Seat
 
-    util: Any = ray.util  # untyped there
-    address: str = util.get_node_ip_address()
-    return address
+    return FirstSeat(
+        Seat(rank=0, size=config.tensor_parallel_size, timeout_s=config.rank_timeout_s, address=address)
+    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import tomllib
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -49,20 +50,38 @@ class ConfigError(Exception):
     """A configuration that cannot be used; the message names the key and what would be right."""
 
 
+class RoleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What each worker of a role is made of: `tensor_parallel_size` ranks, each a process with its share of the models
+    and of every page.
+    """
+
+    tensor_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel_size < 1:
+            raise ValueError(f"tensor_parallel_size must be at least 1, got {self.tensor_parallel_size}")
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor_parallel_size
+
+
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One cluster: a gateway, and workers of one model pair, on one machine or placed on several.
 
     `mode` is the route of ordinary requests. A worker count of None follows from it: one context and one generation
     worker when split, one aggregated worker otherwise. `num_kv_pages` and `memory_fraction` exclude each other; with
-    neither the pools hold `max_batch` requests of `max_seq_len` tokens. `num_threads` None divides the machine's cores
-    among the workers, or takes what `placement` reserves on other machines. `listen` is the gRPC door, `http` the
-    OpenAI door, `metrics` a port for operators alone; an empty address is no door. Tokens and TLS guard the first two.
+    neither the pools hold `max_batch` requests of `max_seq_len` tokens. `context`, `generation` and `aggregated` say of
+    how many ranks a worker of the role is; a rank that keeps the others waiting for `rank_timeout_s` breaks its worker.
+    `num_threads` None divides the machine's cores among all ranks, or takes what `placement` reserves on other
+    machines. `listen` is the gRPC door, `http` the OpenAI door, `metrics` a port for operators alone; an empty address
+    is no door. Tokens and TLS guard the first two.
     `vllm_context` and `vllm_decoding` are doors for a gateway that drives both legs itself in vLLM's engine protocol;
     a prompt that is computed waits `vllm_lease_s` there for its decoding.
     `registry` is where further gateways learn of the workers, and `attach` the registry that a gateway without workers
     of its own follows. A worker that dies, or says nothing for `silence_limit_s`, is replaced (`replace_workers`). On a
     Ray that was joined, `keep_workers` lets workers outlive their supervisor, named in `ray_namespace`.
-    `device` "auto" gives each worker a GPU when Ray has enough of them; `chunk_tokens` None follows from the device.
+    `device` "auto" gives each rank a GPU when Ray has enough of them; `chunk_tokens` None follows from the device.
     `admission` "grow" lets generation workers take in more requests than their pools could finish at once.
     A request whose worker fails waits at most `replay_wait_s` for another, `max_replays` times in all.
     `local_prefill_tokens` is how much of a prompt a generation worker may compute itself instead of having it shipped;
@@ -87,6 +106,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     context_workers: int | None = None
     generation_workers: int | None = None
     aggregated_workers: int | None = None
+    context: RoleConfig = RoleConfig()
+    generation: RoleConfig = RoleConfig()
+    aggregated: RoleConfig = RoleConfig()
+    rank_timeout_s: float = 30.0
 
     device: DeviceName = "auto"
     dtype: DtypeName = "float32"
@@ -148,6 +171,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "silence_limit_s",
             "al_window_s",
             "vllm_lease_s",
+            "rank_timeout_s",
         ):
             if not getattr(self, field) > 0:
                 raise ValueError(f"{field} must be positive, got {getattr(self, field)}")
@@ -179,17 +203,40 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         }
         return tuple(role for role, count in counts.items() for _ in range(count))
 
-    def gpus_per_worker(self, total_gpus: float) -> float:
-        """What each worker asks Ray for, of the GPUs that Ray has: what `placement` reserves, or one, or none."""
+    def ranks(self, role: Role) -> int:
+        """Of each worker of this role."""
+        roles: dict[Role, RoleConfig] = {
+            "context": self.context,
+            "generation": self.generation,
+            "aggregated": self.aggregated,
+        }
+        return roles[role].ranks
+
+    @property
+    def num_ranks(self) -> int:
+        """Of all workers: as many processes compute."""
+        return sum(self.ranks(role) for role in self.worker_roles())
+
+    def placement_of(self, role: Role, gpus: float) -> PlacementConfig | None:
+        """How a worker is placed on a Ray that was joined, whose ranks take `gpus` each; None for anywhere.
+
+        Where no label tells, the ranks of a worker share a machine.
+        """
+        if self.placement.by_label:
+            return self.placement
+        return msgspec.structs.replace(self.placement, gpus=gpus) if self.ranks(role) > 1 else None
+
+    def gpus_per_rank(self, total_gpus: float) -> float:
+        """What each rank asks Ray for, of the GPUs that Ray has: what `placement` reserves, or one, or none."""
         if self.device == "cpu":
             return 0.0
         if self.placement.by_label:
             return self.placement.gpus
-        enough = total_gpus >= len(self.worker_roles())
+        enough = total_gpus >= self.num_ranks
         return 1.0 if self.device == "cuda" or enough else 0.0
 
     def worker_config(self, role: Role, gpus: float = 0.0) -> WorkerConfig:
-        """What a worker of this role is told that was given `gpus`: to use one, unless another device is asked for."""
+        """What a worker of this role is told whose ranks have `gpus`: to use one, unless `device` is another."""
         device = self.device
         if device == "auto":
             device = "cuda" if gpus else "cpu"
@@ -219,6 +266,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             drafting=self.drafting,
             draft_tokens=self.draft_tokens,
             num_threads=num_threads,
+            tensor_parallel_size=self.ranks(role),
+            rank_timeout_s=self.rank_timeout_s,
         )
 
     def observing(self) -> Observing:
@@ -228,9 +277,11 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         )
 
     def _busy_at_once(self) -> int:
-        """Workers that compute at the same time: context workers are idle while a generation worker decodes alone."""
-        roles = self.worker_roles()
-        return max(roles.count("context"), roles.count("generation")) + roles.count("aggregated")
+        """Ranks that compute at the same time: context workers are idle while a generation worker decodes alone."""
+        ranks = Counter[Role]()
+        for role in self.worker_roles():
+            ranks[role] += self.ranks(role)
+        return max(ranks["context"], ranks["generation"]) + ranks["aggregated"]
 
     def _kv_budget(self) -> KvBudget:
         if self.num_kv_pages is not None:

@@ -2,6 +2,7 @@
 
     place by label ──▶ actor ──▶ loads, listens ──▶ address            end: actor ──▶ its placement group
 
+A worker of several ranks is one actor here too, its first rank's, which makes the others and takes them with it.
 Actors belong to this process and die with it; or, when workers are kept, to their Ray: named in a namespace of it,
 found again by `adopt`, and left alone when this process ends. Whose they are then is told by who asked for their
 health last: `adopt` waits until another keeper has been quiet for `KEEPER_QUIET_S`, and gives up when it does not
@@ -29,7 +30,9 @@ from cluster.actors import (
     WorkerActor,
 )
 from cluster.config import ClusterConfig
+from cluster.followers import Post
 from cluster.link import WorkerAddress
+from cluster.placement import PlacementConfig
 from cluster.placing import PlacementRefused, place
 from cluster.version import VERSION
 from workers.request import Role
@@ -87,15 +90,15 @@ class Fleet:
     ) -> None:
         self.roles = worker_names(config)
         self._ray = ray
-        self._gpus = config.gpus_per_worker(ray.cluster_resources().get("GPU", 0.0))
+        self._gpus = config.gpus_per_rank(ray.cluster_resources().get("GPU", 0.0))
         self._config = config
         self._host_factory = host_factory
         self._node_ip = node_ip
         self._logs = logs
         self._report = report
         self._keeper = uuid.uuid4().hex
-        self._by_label = config.placement.by_label and not node_ip
-        self._kept = config.keep_workers and not node_ip
+        self._joined = not node_ip
+        self._kept = config.keep_workers and self._joined
         self._processes: dict[str, _Process] = {}
 
     @property
@@ -113,13 +116,16 @@ class Fleet:
             "max_restarts": 0,
             "max_task_retries": 0,
         }
-        placement, placement_name = None, ""
+        placement = None
+        post = Post(name=name, gpus=self._gpus, observing=self._config.observing())
+        where = self._config.placement_of(role, self._gpus) if self._joined else None
         try:
-            if self._by_label:
+            if where is not None:
                 placement_name = f"{self._config.ray_namespace}/{name}/{uuid.uuid4().hex}"
-                placement = await self._place(name, role, placement_name)
+                placement = await self._place(name, role, where, placement_name)
                 options |= self._placed(placement)
-            actor = await self._create(name, role, options, placement_name)
+                post = msgspec.structs.replace(post, placement=placement_name, cpus=where.cpus)
+            actor = await self._create(role, options, post)
         except BaseException:
             if placement is not None:
                 self._ray.util.remove_placement_group(placement)
@@ -236,9 +242,8 @@ class Fleet:
             return None
         return described
 
-    async def _place(self, name: str, role: Role, placement_name: str) -> Any:
-        placement = self._config.placement
-        group = placement.group(name, role)
+    async def _place(self, name: str, role: Role, placement: PlacementConfig, placement_name: str) -> Any:
+        group = placement.group(name, role, self._config.ranks(role))
         self._report(name, f"waiting for {group.wanted()}")
         try:
             return await place(
@@ -256,20 +261,19 @@ class Fleet:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(placement, 0),
         }
 
-    async def _create(self, name: str, role: Role, options: dict[str, Any], placement: str) -> Any:
+    async def _create(self, role: Role, options: dict[str, Any], post: Post) -> Any:
         make = self._ray.remote(WorkerActor)
-        observing = msgspec.msgpack.encode(self._config.observing())
-        arguments = (self._packed(role, self._gpus), self._host_factory, observing, name, placement)
+        arguments = (self._packed(role, self._gpus), self._host_factory, msgspec.msgpack.encode(post))
         if not self._kept:
             return make.options(**options).remote(*arguments)
-        named = {"name": name, "namespace": self._config.ray_namespace, "lifetime": "detached"}
+        named = {"name": post.name, "namespace": self._config.ray_namespace, "lifetime": "detached"}
         until_s = asyncio.get_running_loop().time() + _NAME_TIMEOUT_S
         while True:
             try:
                 return make.options(**options, **named).remote(*arguments)
             except ValueError as error:  # the name is taken: by the process before, which is on its way out
                 if asyncio.get_running_loop().time() > until_s:
-                    raise StartFailed(f"worker {name} runs already: {error}") from error
+                    raise StartFailed(f"worker {post.name} runs already: {error}") from error
             await asyncio.sleep(0.2)
 
     async def _started(self, name: str, role: Role, actor: Any) -> WorkerAddress:

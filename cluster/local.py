@@ -149,9 +149,7 @@ class LocalCluster:
         # A short path: Ray puts sockets below it, whose paths are limited to 107 bytes.
         self._directory = Path(tempfile.mkdtemp(prefix="slipstream-"))
         ray.init(
-            num_cpus=max(
-                1, len(self.config.worker_roles())
-            ),  # as many processes are started ahead of the actors
+            num_cpus=max(1, self.config.num_ranks),  # as many processes are started ahead of the actors
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,

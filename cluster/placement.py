@@ -16,13 +16,15 @@ import msgspec
 
 from workers.request import Role
 
+NODE_LABEL = "ray.io/node-id"  # every node carries one of its own
+
 
 class PlacementConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where a Ray that is joined puts the workers. Without any label they go wherever Ray likes.
 
     A node serves the role that it carries as its label `role_label`; the ranks of a worker share one value of
-    `domain_label`. `cpus` and `gpus` are what each rank reserves of Ray's logical resources; something must be
-    reserved, or a node would be as good as any other.
+    `domain_label`, or one node when there is no such label. `cpus` and `gpus` are what each rank reserves of Ray's
+    logical resources; something must be reserved, or a node would be as good as any other.
     """
 
     role_label: str = ""
@@ -45,8 +47,9 @@ class PlacementConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         """The group of one worker."""
         labels = {self.role_label: role} if self.role_label else {}
         needs = {"CPU": self.cpus, "GPU": self.gpus}
+        domain_label = self.domain_label or (NODE_LABEL if ranks > 1 else "")
         return WorkerGroup(
-            name, ranks, {kind: need for kind, need in needs.items() if need}, labels, self.domain_label
+            name, ranks, {kind: need for kind, need in needs.items() if need}, labels, domain_label
         )
 
 
@@ -142,7 +145,7 @@ def _labels(labels: Mapping[str, str]) -> str:
 
 
 def _describe(node: Node) -> str:
-    labels = {key: value for key, value in node.labels.items() if key != "ray.io/node-id"}
+    labels = {key: value for key, value in node.labels.items() if key != NODE_LABEL}
     resources = ", ".join(
         f"{node.free.get(kind, 0.0):g} of {node.total[kind]:g} {kind} free"
         for kind in ("CPU", "GPU")

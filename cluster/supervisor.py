@@ -65,7 +65,8 @@ class Processes(Protocol):
 
 def policy_of(config: ClusterConfig) -> Policy:
     """What a configuration says of replacing workers."""
-    placing_s = config.placement.timeout_s if config.placement.by_label else 0.0
+    placed = any(config.placement_of(role, 0.0) for role in config.worker_roles())
+    placing_s = config.placement.timeout_s if placed else 0.0
     return Policy(
         startup_limit_s=config.startup_timeout_s + placing_s,
         silence_limit_s=config.silence_limit_s,

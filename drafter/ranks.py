@@ -113,10 +113,15 @@ def share_of(what: str, total: int, ranks: Ranks) -> slice:
 
 
 def vocabulary_share(weight_VH: Tensor, ranks: Ranks) -> Tensor:
-    """This rank's rows of an embedding or a head; those past the vocabulary's end are zeros."""
+    """This rank's rows of an embedding or a head; those past the vocabulary's end are zeros.
+
+    Raises UnevenShares for a vocabulary that leaves a rank nothing but such rows.
+    """
     if ranks.size == 1:
         return weight_VH
     own = -(-len(weight_VH) // ranks.size)
+    if (ranks.size - 1) * own >= len(weight_VH):
+        raise UnevenShares("vocab_size", len(weight_VH), ranks.size)
     found = weight_VH[ranks.rank * own : (ranks.rank + 1) * own]
     return F.pad(found, (0, 0, 0, own - len(found))).contiguous()
 

@@ -18,7 +18,7 @@ from drafter.dflash import BlockDrafter
 from drafter.errors import DrafterError
 from drafter.fingerprint import drafter_fingerprint
 from drafter.policy import BlockLengthPolicy, DraftingPolicy
-from drafter.ranks import ALONE
+from drafter.ranks import ALONE, UnevenShares
 from kvmanager.budget import KvDemand, PagePlan, plan_from_memory, plan_from_pages
 from kvmanager.errors import BudgetInfeasible, LayoutRefused
 from kvmanager.families import ServingMode, require_form
@@ -164,6 +164,8 @@ def load_models(config: WorkerConfig, ranks: GroupRanks | None = None) -> Models
             ranks=decoder.ranks,
         )
         drafter = load_drafter(pair.drafter_path, facts, backend.ops)
+    except UnevenShares as error:
+        raise ModelMismatch(f"{spec.name}: {error}", field="tensor_parallel_size") from error
     except (PairError, CheckpointError, DrafterError) as error:
         raise ModelMismatch(str(error), field="pair") from error
     return Models(pair, decoder, drafter, drafter_fingerprint(pair.drafter_path), backend, ranks)

@@ -60,10 +60,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prompt tokens of one prefill step. `draft_kv` and `pool_layout`: see `kvmanager.layout`; `verify`, the check of
     shipped KV: see `transceiver.content`. Both workers of a pair must have the same `draft_kv` and `verify`.
     `prefix_cache` keeps full pages of prompts for those that begin alike. `admission` is a generation worker's alone: a
-    request gets all pages that it may need at once, or more as it grows (see `workers.growth`). `expert_parallel`: in a
-    group that serves a mixture of experts, each rank holds whole experts and not a share of every one.
-    `attention_dp`: of a worker of several ranks, each has requests of its own, with all heads of their KV, and what
-    else is said here of requests and pages is said of each rank.
+    request gets all pages that it may need at once, or more as it grows (see `workers.growth`).
+    `tensor_parallel_size` ranks share the models and every page (see `workers.group`); none of them waits for another
+    longer than `rank_timeout_s`. `expert_parallel`: in a group that serves a mixture of experts, each rank holds whole
+    experts and not a share of every one. `attention_dp`: of a worker of several ranks, each has requests of its own,
+    with all heads of their KV, and what else is said here of requests and pages is said of each rank.
     """
 
     role: Role
@@ -84,14 +85,19 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     drafting: bool = True
     draft_tokens: DraftPolicy | int = "full"
     num_threads: int = 1
+    tensor_parallel_size: int = 1
+    rank_timeout_s: float = 30.0
     attention_dp: bool = False
     expert_parallel: bool = False
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field whose value makes no sense."""
-        for field in ("page_size", "max_batch", "max_seq_len", "max_waiting", "chunk_tokens", "num_threads"):
+        counts = ("page_size", "max_batch", "max_seq_len", "max_waiting", "chunk_tokens", "num_threads")
+        for field in (*counts, "tensor_parallel_size"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
+        if not self.rank_timeout_s > 0:
+            raise ValueError(f"rank_timeout_s must be positive, got {self.rank_timeout_s}")
         if isinstance(self.draft_tokens, int) and self.draft_tokens < 0:
             raise ValueError(f"draft_tokens must be at least 0, got {self.draft_tokens}")
         match self.kv:

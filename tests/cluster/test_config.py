@@ -87,8 +87,8 @@ def test_a_workers_configuration_survives_the_wire() -> None:
 
 def test_each_worker_gets_one_gpu_when_there_are_enough_or_when_they_are_asked_for() -> None:
     auto, cpu, cuda = (load_config(None, {"device": name}) for name in ("auto", "cpu", "cuda"))
-    assert [config.gpus_per_worker(2) for config in (auto, cpu, cuda)] == [1, 0, 1]
-    assert [config.gpus_per_worker(1) for config in (auto, cpu, cuda)] == [0, 0, 1], "two workers, one GPU"
+    assert [config.gpus_per_rank(2) for config in (auto, cpu, cuda)] == [1, 0, 1]
+    assert [config.gpus_per_rank(1) for config in (auto, cpu, cuda)] == [0, 0, 1], "two workers, one GPU"
     assert auto.worker_config("context", gpus=1).device == "cuda"
     assert auto.worker_config("context").device == "cpu"
 

@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
+import torch
+
 from kvmanager.layout import KvGeometry
-from workers.assembly import Models, lay_ground, make_work
+from workers.assembly import Models, lay_ground, load_models, make_work
 from workers.config import WorkerConfig
 from workers.group.follow import Follower, HeardTables, PoolSize
+from workers.group.meeting import Meeting, attend
+from workers.group.ranks import Seat
 from workers.sampler import Sampler
+
+
+class FollowingRank:
+    """A rank that follows, as the process hosts it that is there for nothing else."""
+
+    def __init__(self, config: WorkerConfig, seat: Seat, meeting: Meeting) -> None:
+        """Meet the others and load. Slow; raises ModelMismatch as the first rank does, or GroupBroken.
+
+        A rank that is refused stays in its group until its process ends: the refusal shall be heard before the others
+        break.
+        """
+        torch.set_num_threads(config.num_threads)
+        self._num_threads = config.num_threads
+        self._ranks = attend(seat, meeting)
+        self._follower = build_follower(config, load_models(config, self._ranks))
+
+    def run(self) -> None:
+        """Takes its thread until the group ends: returns when it is told to, raises GroupBroken or what failed here."""
+        torch.set_num_threads(self._num_threads)  # of this thread, which may be another one
+        self._follower.run()
 
 
 def build_follower(config: WorkerConfig, models: Models) -> Follower:
