@@ -25,7 +25,7 @@ OWNED = frozenset(
         *("pair", "mode", "listen", "http", "metrics", "context_workers", "generation_workers"),
         *("aggregated_workers", "drain_s", "startup_timeout_s", "placement", "token_file", "tls_cert_file"),
         *("tls_key_file", "tls_client_ca_file", "ray_auth_mode", "object_store_bytes"),
-        *("registry", "attach", "keep_workers", "ray_namespace"),
+        *("registry", "attach", "keep_workers", "ray_namespace", "context", "generation", "aggregated"),
     }
 )
 CHART = Path(__file__).parent / "helm" / "slipstream"
