@@ -48,14 +48,13 @@ def config(
 ) -> WorkerConfig:
     """A small worker: page size 16, 512 positions."""
     kv: dict[str, KvBudget] = {} if pages is None else {"kv": FixedPages(num_target_pages=pages)}
+    fields = {"pair": PairSpec(name="tiny"), **kv, **more}
     return WorkerConfig(
         role=role,
-        pair=PairSpec(name="tiny"),
         max_batch=max_batch,
         max_seq_len=max_seq_len,
         chunk_tokens=chunk,
-        **kv,
-        **more,  # type: ignore[arg-type]
+        **fields,  # type: ignore[arg-type]
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvmanager.ids import RequestId
-from tests.workers.random_pair import VOCAB, dflash2, dspark, load_random_pair
+from tests.workers.random_pair import VOCAB, dflash2, dspark, write_random_pair
 from tests.workers.split_pair import config as small_config
 from workers.aggregated import AggregatedEngine
 from workers.assembly import Models, build, load_models
@@ -17,10 +17,11 @@ from workers.config import PairSpec
 from workers.request import SamplingParams, SubmitRequest
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
-FAMILIES: dict[str, dict[str, Any]] = {
-    "dflash": {},
-    "dflash2": dflash2(),
-    "dspark": dspark("rnn"),
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # the target's, and the drafter's fields
+    "dflash": ("llama", {}),
+    "dflash2": ("llama", dflash2()),
+    "dspark": ("llama", dspark("rnn")),
+    "dflash for a mixture of experts": ("qwen3_moe", {}),
 }
 SMALL: dict[str, Any] = {"dtype": "bfloat16", "device": "cuda"}
 HEADS = {"head_dim": 64}  # flashinfer's smallest
@@ -32,7 +33,8 @@ SAMPLINGS = {
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Models:
-    pair = load_random_pair(tmp_path_factory.mktemp("pair"), FAMILIES[request.param] | HEADS, **HEADS).pair
+    family, drafting = FAMILIES[request.param]
+    pair = write_random_pair(tmp_path_factory.mktemp("pair"), drafting | HEADS, family, **HEADS)
     spec = PairSpec(name="random", target=str(pair.target_path), drafter=str(pair.drafter_path))
     return load_models(small_config("aggregated", **SMALL, pair=spec))
 
