@@ -12,10 +12,20 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmanager.ids import TransferId
-from transceiver.content import TAG, Bytes, PageBatch, Tags, first_mismatch, make_tags, memory, slots
+from transceiver.content import (
+    TAG,
+    Bytes,
+    PageBatch,
+    Tags,
+    first_mismatch,
+    make_tags,
+    memory,
+    slots,
+    tags_per_page,
+)
 from transceiver.errors import TransceiverError
 from transceiver.formats import Gather, Part, Route
-from transceiver.wire import Pools, Region, Verify
+from transceiver.wire import Fingerprint, Pools, Region
 
 DEFAULT_STAGING_BYTES = 16 << 20
 _ALIGNMENT_BYTES = 4096
@@ -59,17 +69,21 @@ class Inspect:
 class Annex:
     """`staging` and `tags` are to be registered; `tags` is None unless content is checked."""
 
-    def __init__(self, pools: Pools, verify: Verify, staging_bytes: int = DEFAULT_STAGING_BYTES) -> None:
+    def __init__(
+        self, pools: Pools, fingerprint: Fingerprint, staging_bytes: int = DEFAULT_STAGING_BYTES
+    ) -> None:
         """Raises TransceiverError for a checksum over memory that this process cannot read."""
+        verify = fingerprint.verify
         if verify == "checksum" and pools.target.device is not None:
             raise TransceiverError("verify = checksum needs pools in host memory; use tag")
         self._checksum = verify == "checksum"
-        self._num_target_pages = pools.target.num_pages
+        self._pools = pools
         self._staging = _aligned(staging_bytes)
         self.staging = Region(self._staging.ctypes.data, staging_bytes, staging_bytes, 1)
         num_tags = 0
         if verify != "off":
             num_tags = pools.target.num_pages + (0 if pools.draft is None else pools.draft.num_pages)
+            num_tags *= tags_per_page(fingerprint)
         self._tag_bytes = _aligned(num_tags * TAG.itemsize)
         self._tags: Tags = self._tag_bytes.view(TAG)
         self.tags: Region | None = None
@@ -93,7 +107,7 @@ class Annex:
     def inspect(self, action: Inspect) -> str:
         """Why the content is wrong; empty when it is right."""
         for batch in action.batches:
-            found = self._tags[slots(batch.pages, batch.pool, self._num_target_pages)]
+            found = self._tags[slots(batch, self._pools)]
             mismatch = first_mismatch(found, batch, self._checksum)
             if mismatch:
                 return mismatch

@@ -59,8 +59,16 @@ class TransferBook:
             self._records.answer(theirs.epoch, wire.Introduce(self._packed_hello))
         return theirs, new
 
+    def dismiss_worker(self, worker: WorkerEpoch, reason: str) -> None:
+        """A worker is gone, and with it all its ranks."""
+        for peer in self._peers.of(worker):
+            self.dismiss(peer, reason)
+
     def dismiss(self, peer: WorkerEpoch, reason: str) -> None:
-        """The peer is gone. Its transfers break at once: a dead worker writes no more. A stranger is harmless."""
+        """A rank is gone, though others of its worker may live. Its transfers break at once: a dead one writes no more.
+
+        A stranger is harmless.
+        """
         if not self._peers.drop(peer):
             return
         self._records.actions.append(DropPeer(peer))

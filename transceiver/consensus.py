@@ -65,6 +65,11 @@ class Consensus:
         """Whether nothing will be told any more."""
         return len(self._well) + len(self._broken) == len(self.legs) and not self._unsafe
 
+    @property
+    def lingering(self) -> bool:
+        """Whether the end has been told, and the pages are not safe yet."""
+        return len(self._well) + len(self._broken) == len(self.legs) and bool(self._unsafe)
+
     def _broke(self, leg: TransferId, event: Broke) -> Verdict:
         first = not self._broken
         self._broken[leg] = event
@@ -108,3 +113,53 @@ class Consensus:
             complete = bool(self.draft_legs) and self.draft_legs <= shipped
             whole = replace(whole, handoff=with_draft_shipped(whole.handoff, complete))
         return whole
+
+
+class Wholes:
+    """Transfers that are some legs each, from `begin` until nothing is left to be told of them."""
+
+    def __init__(self) -> None:
+        self._wholes: dict[TransferId, Consensus] = {}
+        self._whole_of: dict[TransferId, TransferId] = {}
+
+    def __len__(self) -> int:
+        return len(self._wholes)
+
+    def __contains__(self, whole: TransferId) -> bool:
+        return whole in self._wholes
+
+    @property
+    def num_lingering(self) -> int:
+        """Broken ones whose pages are not safe."""
+        return sum(whole.lingering for whole in self._wholes.values())
+
+    def begin(self, consensus: Consensus) -> None:
+        """Raises LegConfused for a transfer or a leg that has begun already."""
+        if consensus.transfer in self._wholes or not self._whole_of.keys().isdisjoint(consensus.legs):
+            raise LegConfused(f"transfer {consensus.transfer} has begun already")
+        self._wholes[consensus.transfer] = consensus
+        self._whole_of.update(dict.fromkeys(consensus.legs, consensus.transfer))
+
+    def legs_of(self, whole: TransferId) -> tuple[TransferId, ...]:
+        """In order; none of a stranger."""
+        found = self._wholes.get(whole)
+        return tuple(sorted(found.legs)) if found is not None else ()
+
+    def whole_of(self, leg: TransferId) -> TransferId | None:
+        return self._whole_of.get(leg)
+
+    def hear(self, event: TransferEvent) -> Verdict:
+        """The event of a leg of a transfer that has begun. Raises LegConfused."""
+        whole = self._wholes.get(self._whole_of.get(event.transfer, event.transfer))
+        if whole is None:
+            raise LegConfused(f"leg {event.transfer} is of no transfer that is known")
+        verdict = whole.hear(event)
+        if whole.over:
+            self.forget(whole.transfer)
+        return verdict
+
+    def forget(self, whole: TransferId) -> None:
+        """Whatever its legs do, nothing is told of it any more. A stranger is harmless."""
+        found = self._wholes.pop(whole, None)
+        for leg in found.legs if found is not None else ():
+            del self._whole_of[leg]

@@ -5,9 +5,10 @@
                by the same write; the receiver compares it with what it expects in that page
     checksum   the tag also carries a hash of the page's bytes, which the receiver computes again
 
-A tag lies in a region of its own, one per page of the pool, so a later writer of the page leaves its own there. A tag
-finds pages never written, written by somebody else, or by another position's copy. The checksum also finds torn and
-stale bytes. The hash is XXH3 of 64 bits: 30 GB/s here, where a copy makes 8 and CRC-32 makes 4.
+A tag lies in a region of its own, so a later writer of the page leaves its own there. A page has as many places for
+tags as KV heads: of ranks that write some heads of it each, every one has its own. A tag finds pages never written,
+written by somebody else, or by another position's copy. The checksum also finds torn and stale bytes. The hash is XXH3
+of 64 bits: 30 GB/s here, where a copy makes 8 and CRC-32 makes 4.
 
 Tags lie in host memory, pools on a device included. Looking at them then costs the receiver no wait for its device, and
 the few dozen bytes of a page take nothing of the link between devices. Nothing is lost by that: tags are looked at
@@ -19,7 +20,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +27,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvmanager.ids import PageId, TransferId, WorkerEpoch
-from transceiver.wire import TARGET
+from transceiver.wire import TARGET, Fingerprint, Pools
 
 TAG = np.dtype([("owner", "<u8", 2), ("checksum", "<u8"), ("position", "<u4"), ("pool", "<u4")])
 
@@ -41,7 +41,7 @@ class PageBatch:
     """Pages of one transfer in one pool: where each lies here, its number in the receiver's pool, its first position.
 
     Here it is the `numbers`-th of those that lie from the address `base` on. Positions count from the first that the
-    transfer ships.
+    transfer ships. `tag_place`: among the tags of each page.
     """
 
     owner: bytes
@@ -51,6 +51,7 @@ class PageBatch:
     page_bytes: int
     pages: tuple[PageId, ...]
     positions: tuple[int, ...]
+    tag_place: int = 0
 
     @property
     def addresses(self) -> tuple[int, ...]:
@@ -104,7 +105,15 @@ def memory(address: int, size_bytes: int) -> Bytes:
     return np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(address))
 
 
-def slots(pages: Sequence[PageId], pool: int, num_target_pages: int) -> Slots:
-    """Where the tags of these pages lie in the receiver's region of tags."""
-    first = 0 if pool == TARGET else num_target_pages
-    return np.array(pages, dtype=np.int32) + np.int32(first)
+def tags_per_page(fingerprint: Fingerprint) -> int:
+    """As many as there can be writers of one page: each ships a head at least."""
+    draft = fingerprint.draft
+    return max(fingerprint.target.num_kv_heads, draft.num_kv_heads if draft is not None else 0)
+
+
+def slots(batch: PageBatch, receiver: Pools) -> Slots:
+    """Where the tags of these pages lie in the receiver's region of tags: place by place, in each page by page."""
+    num_target_pages = receiver.target.num_pages
+    num_pages = num_target_pages + (0 if receiver.draft is None else receiver.draft.num_pages)
+    first = batch.tag_place * num_pages + (0 if batch.pool == TARGET else num_target_pages)
+    return np.array(batch.pages, dtype=np.int32) + np.int32(first)

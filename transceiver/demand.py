@@ -36,8 +36,9 @@ def pages_shipped(geometry: KvGeometry, num_tokens: int) -> int:
     return geometry.pages_for(num_tokens) - geometry.first_page(num_tokens)
 
 
-def bytes_due(needed: Demand, routes: tuple[Route, Route | None], ship_draft: bool) -> tuple[int, int]:
+def bytes_due(needed: Demand, routes: tuple[Route | None, Route | None], ship_draft: bool) -> tuple[int, int]:
     """Target and draft bytes that a writer over these routes ships."""
     target, draft = routes
     draft_bytes = 0 if draft is None or not ship_draft else needed.draft_pages * draft.shipped.page_bytes
-    return needed.target_pages * target.shipped.page_bytes, draft_bytes
+    target_bytes = 0 if target is None else needed.target_pages * target.shipped.page_bytes
+    return target_bytes, draft_bytes

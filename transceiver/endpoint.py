@@ -20,18 +20,19 @@ from transceiver.port import PortStats, Ready, ReceiveSpec, SendSpec, TransferEv
 from transceiver.records import Action, CancelWrite, DropPeer, Meet, Notify, Timing
 from transceiver.sending import Mark
 from transceiver.transport import Transport, Write
-from transceiver.wire import Fingerprint, Handoff, Hello, Pools, encode, with_tags
+from transceiver.wire import ONLY_RANK, Fingerprint, Handoff, Hello, Place, Pools, encode, with_tags
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who this worker is to its peers: one epoch per process incarnation, its role's name, and what its KV
-    means.
+    """Who this rank of a worker is to its peers: one epoch per process incarnation, its worker's role, what its KV
+    means, and which rank it is.
     """
 
     epoch: WorkerEpoch
     role: str
     fingerprint: Fingerprint
+    place: Place = ONLY_RANK
 
 
 class Endpoint:
@@ -50,7 +51,7 @@ class Endpoint:
     ) -> None:
         """Raises TransportError when the transport cannot register the endpoint's own memory."""
         self._transport = transport
-        self._annex = Annex(pools, identity.fingerprint.verify, staging_bytes)
+        self._annex = Annex(pools, identity.fingerprint, staging_bytes)
         own = [self._annex.staging] if self._annex.tags is None else [self._annex.staging, self._annex.tags]
         transport.register(own)
         if self._annex.tags is not None:
@@ -64,6 +65,7 @@ class Endpoint:
             pools=with_tags(pools, self._annex.tags),
             transport=transport.name,
             metadata=transport.metadata(),
+            place=identity.place,
         )
         self._hello = encode(ours)
         self._book = TransferBook(ours, self._annex.staging, timing)
@@ -83,7 +85,8 @@ class Endpoint:
         return theirs.epoch
 
     def disconnect(self, epoch: WorkerEpoch) -> None:
-        self._dismiss(epoch, "disconnected")
+        with self._lock:
+            self._book.dismiss_worker(epoch, "disconnected")
 
     def hold(self, transfer: TransferId, peer: WorkerEpoch, ttl_s: float) -> None:
         with self._lock:

@@ -81,6 +81,13 @@ class PumpStopped(TransceiverError):
     """The thread that owns the endpoint has ended; `__cause__` is what ended it."""
 
 
+class RankLost(TransceiverError):
+    """Another rank of this worker is gone, and with it the worker."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"a rank of this worker is gone: {why}")
+
+
 class TransportError(TransceiverError):
     """The transport refused or failed."""
 

@@ -112,6 +112,11 @@ class Route:
         return self.shipped == self.destination
 
     @property
+    def tag_place(self) -> int:
+        """Which of a destination page's tags is this source's: that of the first head it ships."""
+        return self.shipped.parts[0].first_head - self.destination.parts[0].first_head
+
+    @property
     def page_to_page(self) -> bool:
         """Whether source pages become destination pages as they are."""
         return self.whole and not self.staged

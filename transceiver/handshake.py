@@ -7,10 +7,14 @@ draft tokens. Nothing here is a yes or no alone: a refusal lists every field tha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from kvmanager.errors import LayoutRefused
 from kvmanager.layout import KvGeometry
 from transceiver.errors import HandshakeRefused, VersionMismatch
 from transceiver.formats import page_formats
-from transceiver.wire import Fingerprint, HeadRange, Hello, decode_hello
+from transceiver.pairing import meetings, ships
+from transceiver.wire import Fingerprint, HeadRange, Hello, decode_group, decode_hello
 
 _GEOMETRY_WORDS = {
     "num_layers": "layers",
@@ -32,11 +36,40 @@ def admit(ours: Hello, packed: bytes, staging_bytes: int) -> Hello:
         raise HandshakeRefused([str(mismatch)]) from mismatch
     differences = compare_fingerprints(ours.fingerprint, theirs.fingerprint)
     if not differences:
-        differences = compare_pools(ours, theirs, staging_bytes)
+        differences = compare_pools(ours, theirs, staging_bytes) + _compare_turns(ours, theirs)
     if ours.transport != theirs.transport:
         differences.append(_difference("transport", ours.transport, theirs.transport))
     if differences:
         raise HandshakeRefused(differences)
+    return theirs
+
+
+def admit_worker(ours: Sequence[Hello], packed: bytes, staging_bytes: int) -> tuple[Hello, ...]:
+    """The hellos of all ranks of a peer, if those that ship KV to each other may do so. `ours`: of all our ranks.
+
+    Raises HandshakeRefused, naming the shapes of both, or WireError for foreign bytes.
+    """
+    try:
+        hellos = decode_group(packed)
+        theirs = tuple(map(decode_hello, hellos))
+    except VersionMismatch as mismatch:
+        raise HandshakeRefused([str(mismatch)]) from mismatch
+    shapes = f"{_ranks(len(ours))} here, {_ranks(len(theirs))} at the peer"
+    places = [(hello.worker, hello.place.rank, hello.place.size) for hello in theirs]
+    if places != [(theirs[0].epoch, rank, len(theirs)) for rank in range(len(theirs))]:
+        raise HandshakeRefused([f"not all ranks of one worker, in their order: {places}", shapes])
+    try:
+        pairs = meetings(ours[0].fingerprint, len(ours), theirs[0].fingerprint, len(theirs))
+    except LayoutRefused as refused:
+        raise HandshakeRefused([str(refused), shapes]) from refused
+    differences: list[str] = []
+    for here, there in pairs:
+        try:
+            admit(ours[here], hellos[there], staging_bytes)
+        except HandshakeRefused as refused:
+            differences += [each for each in refused.differences if each not in differences]
+    if differences:
+        raise HandshakeRefused([*differences, shapes] if max(len(ours), len(theirs)) > 1 else differences)
     return theirs
 
 
@@ -85,12 +118,26 @@ def compare_pools(ours: Hello, theirs: Hello, staging_bytes: int) -> list[str]:
         found.append(
             f"{unequal} must be gathered, and a page of {page_bytes} bytes exceeds {staging_bytes} of staging"
         )
-    if ours.fingerprint.verify != "off" and _heads(ours.fingerprint) != _heads(theirs.fingerprint):
+    if ours.fingerprint.verify == "checksum" and _heads(ours.fingerprint) != _heads(theirs.fingerprint):
         found.append(
             f"kv heads {_heads(ours.fingerprint)} here and {_heads(theirs.fingerprint)} at the peer fill pages "
-            f"together, and a content check ({ours.fingerprint.verify!r}) needs one writer of each"
+            "together, and a checksum needs one writer of each: use verify = tag"
         )
     return found
+
+
+def _compare_turns(ours: Hello, theirs: Hello) -> list[str]:
+    """In unified form a page travels as one: who writes the target's heads must write the drafter's too."""
+    if ours.fingerprint.draft_mode != "unified":
+        return []
+    for source, destination in ((ours, theirs), (theirs, ours)):
+        if source.role == "generation" or destination.role == "context":
+            continue  # nothing goes that way
+        target, draft = ships(source, destination)
+        if target != draft:
+            words = f"from {_ranks(source.place.size)} to {_ranks(destination.place.size)}"
+            return [f"{words} target and draft KV of a page have different writers: use draft_kv = mirrored"]
+    return []
 
 
 def _misfits(where: str, hello: Hello) -> list[str]:
@@ -163,6 +210,10 @@ def _page_bytes(hello: Hello) -> int:
 
 def _difference(what: str, here: object, there: object) -> str:
     return f"{what} differs: {here!r} here, {there!r} at the peer"
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 def _presence(value: object) -> str:

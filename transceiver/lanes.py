@@ -21,9 +21,10 @@ from transceiver.arena import Arena, Span
 from transceiver.content import TAG, PageBatch, slots
 from transceiver.demand import pages_shipped
 from transceiver.formats import Copy, Route, page_formats, route
+from transceiver.pairing import ships
 from transceiver.port import PageLists
 from transceiver.transport import PageMove, TagMove
-from transceiver.wire import DRAFT, TARGET, Hello, Region
+from transceiver.wire import DRAFT, TARGET, Hello, Pools, Region
 
 
 @dataclass(slots=True)
@@ -44,7 +45,7 @@ class Cargo:
 
 @dataclass(slots=True)
 class Lane:
-    """`theirs` and `their_tags` are the peer's memory, `ours` is this worker's pool. `shipped` counts pages.
+    """`theirs`, of `their_pools`, is the peer's memory, `ours` is this worker's pool. `shipped` counts pages.
 
     Positions before `from_position` stay at home; `first_page` is its page in the destination's page size.
     """
@@ -56,8 +57,7 @@ class Lane:
     destination: tuple[PageId, ...]
     ours: Region
     theirs: Region
-    their_tags: Region | None
-    their_target_pages: int
+    their_pools: Pools
     owner: bytes
     from_position: int = 0
     shipped: int = 0
@@ -87,7 +87,7 @@ class Lane:
         if limit is not None:
             count = min(count, limit)
         page_bytes = self.route.shipped.page_bytes
-        per_page = (page_bytes if self.route.staged else 0) + (TAG.itemsize if self.their_tags else 0)
+        per_page = (page_bytes if self.route.staged else 0) + (TAG.itemsize if self.their_pools.tags else 0)
         if per_page:
             # Half of the buffer at most, so that the next pages are gathered while these are under way.
             count = min(count, max(arena.size_bytes // 2 // per_page, 1), arena.largest // per_page)
@@ -97,7 +97,7 @@ class Lane:
         if span is not None:
             cargo.spans.append(span)
         tags = span.offset if span is not None else 0
-        pages_at = tags + (count * TAG.itemsize if self.their_tags else 0)
+        pages_at = tags + (count * TAG.itemsize if self.their_pools.tags else 0)
         if self.route.staged:
             start = self.first_page + first
             gathers = tuple(
@@ -114,11 +114,11 @@ class Lane:
             cargo.moves.append(PageMove(self.pool, numbers, pages))
         else:
             cargo.copies += self.route.copies(pages, numbers, ours=base, theirs=self.theirs)
-        if self.their_tags is not None:
+        if self.their_pools.tags is not None:
             places = [self.first_page + index for index in indices]
             stamped = batch(self.owner, self.pool, self.route, base, numbers, pages, places)
             cargo.stamps.append(Stamp(tags, stamped))
-            tag_slots = slots(pages, self.pool, self.their_target_pages)
+            tag_slots = slots(stamped, self.their_pools)
             cargo.tags.append(TagMove(staging.address + tags, tag_slots))
         self.shipped += count
 
@@ -142,16 +142,22 @@ def batch(
         page_bytes=route.shipped.page_bytes,
         pages=pages,
         positions=tuple(index * size for index in indices),
+        tag_place=route.tag_place,
     )
 
 
-def routes(source: Hello, destination: Hello) -> tuple[Route, Route | None]:
-    """Between the target pools and between the draft pools. Raises UnequalGeometry."""
+def routes(source: Hello, destination: Hello) -> tuple[Route | None, Route | None]:
+    """Between the target pools and between the draft pools; None where there is none, or another rank ships the same.
+
+    Raises UnequalGeometry.
+    """
+    ships_target, ships_draft = ships(source, destination)
     target_here, draft_here = page_formats(source.fingerprint)
     target_there, draft_there = page_formats(destination.fingerprint)
-    if draft_here is None or draft_there is None:
-        return route(target_here, target_there), None
-    return route(target_here, target_there), route(draft_here, draft_there)
+    target = route(target_here, target_there) if ships_target else None
+    if draft_here is None or draft_there is None or not ships_draft:
+        return target, None
+    return target, route(draft_here, draft_there)
 
 
 def lanes(
@@ -166,7 +172,6 @@ def lanes(
 ) -> tuple[Lane, ...]:
     """A new transfer's lanes. Raises PlanError for page lists that do not fit, UnequalGeometry."""
     target_route, draft_route = routes(ours, theirs)
-    their_target_pages = theirs.pools.target.num_pages
 
     def lane(pool: int, way: Route, here: Region, there: Region) -> Lane:
         name = "target" if pool == TARGET else "draft"
@@ -184,13 +189,14 @@ def lanes(
             destination=tuple(to_pages[:needed_there]),
             ours=here,
             theirs=there,
-            their_tags=theirs.pools.tags,
-            their_target_pages=their_target_pages,
+            their_pools=theirs.pools,
             owner=owner,
             from_position=geometry.first_position(num_tokens),
         )
 
-    found = [lane(TARGET, target_route, ours.pools.target, theirs.pools.target)]
+    found = []
+    if target_route is not None:
+        found.append(lane(TARGET, target_route, ours.pools.target, theirs.pools.target))
     if ship_draft and draft_route is not None and ours.pools.draft and theirs.pools.draft:
         found.append(lane(DRAFT, draft_route, ours.pools.draft, theirs.pools.draft))
     return tuple(found)

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvmanager.layout import kv_head_range
+from kvmanager.ids import TransferId
+from kvmanager.layout import KvGeometry, kv_head_range
+from transceiver.wire import Fingerprint, HeadRange, Hello, Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,52 @@ def legs(
             if target or draft:
                 found.append(Leg(source, destination, target, draft))
     return tuple(found)
+
+
+def legs_between(source: Fingerprint, num_sources: int, num_destinations: int) -> tuple[Leg, ...]:
+    """Every leg from the worker of `source`, of whose ranks any says how many heads there are."""
+    target, draft = num_heads(source)
+    return legs(num_sources, num_destinations, num_target_heads=target, num_draft_heads=draft)
+
+
+def meetings(ours: Fingerprint, num_ours: int, theirs: Fingerprint, num_theirs: int) -> list[tuple[int, int]]:
+    """Pairs (our rank, their rank) with something to ship in either direction. Raises LayoutRefused."""
+    found = {(leg.source, leg.destination) for leg in legs_between(ours, num_ours, num_theirs)}
+    found |= {(leg.destination, leg.source) for leg in legs_between(theirs, num_theirs, num_ours)}
+    return sorted(found)
+
+
+def num_heads(fingerprint: Fingerprint) -> tuple[int, int]:
+    """KV heads over all ranks of a worker: the target's, and the drafter's or 0."""
+
+    def total(geometry: KvGeometry, heads: HeadRange | None) -> int:
+        return geometry.num_kv_heads if heads is None else heads.total
+
+    draft = 0 if fingerprint.draft is None else total(fingerprint.draft, fingerprint.draft_heads)
+    return total(fingerprint.target, fingerprint.target_heads), draft
+
+
+def ships(source: Hello, destination: Hello) -> tuple[bool, bool]:
+    """Whether this rank writes the heads that both hold to that one: the target's, and the drafter's."""
+    ours, theirs = source.place, destination.place
+    target, draft = (
+        bool(heads) and bool(_shipped(heads, ours.rank, ours.size, theirs.rank, theirs.size))
+        for heads in num_heads(source.fingerprint)
+    )
+    return target, draft
+
+
+def leg_name(transfer: TransferId, source: Place, destination: Place) -> TransferId:
+    """Between workers of one rank each, a transfer is its only leg."""
+    if source.size == destination.size == 1:
+        return transfer
+    return TransferId(f"{transfer}/{source.rank}-{destination.rank}")
+
+
+def whole_of(leg: TransferId) -> TransferId:
+    """The transfer whose leg has this name, if it is a leg's; else itself."""
+    whole, _, _ = leg.rpartition("/")
+    return TransferId(whole) if whole else leg
 
 
 def _shipped(num_heads: int, source: int, num_sources: int, destination: int, num_destinations: int) -> range:

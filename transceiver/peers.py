@@ -61,6 +61,10 @@ class Peers:
         self._peers[source] = Peer(theirs, packed, introduced=True, heard=True)
         return theirs
 
+    def of(self, worker: WorkerEpoch) -> list[WorkerEpoch]:
+        """The ranks of a worker that are known here."""
+        return [epoch for epoch, peer in self._peers.items() if peer.hello.worker == worker]
+
     def drop(self, epoch: WorkerEpoch) -> bool:
         """Whether the peer was known."""
         return self._peers.pop(epoch, None) is not None

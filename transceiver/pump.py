@@ -180,6 +180,8 @@ class Pump:
             self._ended = True
             self._refuse_connects()
             endpoint.close()
+            if self._on_event is not None and not self._stopping:
+                self._on_event()  # the next poll says why
 
     def _turn(self, endpoint: Endpoint) -> None:
         moved_s = -math.inf

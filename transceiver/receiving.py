@@ -9,25 +9,30 @@ With a content check, Done is not the end: the shell inspects what has landed, a
 `Broke` is reported at once. If the writer may have writes under way by then, the pages are not safe: a write that was
 posted arrives when it likes, and a lease does not stop it. They are in quarantine until the writer, asked again and
 again, says Closed or Done, or is gone; then `Released` is reported. The clock never ends a quarantine.
+
+Where either worker has several ranks, each rank that writes here has a leg of its own: the first Open of one of them
+divides the transfer into its legs, which end as one (`transceiver.consensus`). Before that nobody knows how many.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvmanager.ids import PageId, TransferId, WorkerEpoch
 from transceiver import plan, wire
 from transceiver.annex import Inspect
+from transceiver.consensus import Consensus, Wholes
 from transceiver.content import PageBatch, owner_of
 from transceiver.demand import Demand, bytes_due, demand
 from transceiver.errors import BookCorrupt, DuplicateTransfer
 from transceiver.formats import Route
 from transceiver.lanes import batch, routes
+from transceiver.pairing import leg_name, legs_between, ships, whole_of
 from transceiver.peers import Peers
-from transceiver.port import Broke, Landed, ReceiveSpec, Released
+from transceiver.port import Broke, Landed, ReceiveSpec, Released, TransferEvent
 from transceiver.records import ClosedTransfer, Key, Records, Side, remote_outcome
-from transceiver.transfer import Outcome, Receiver, ReceiverCommand, ReceiverEvent, ReceiverPhase
-from transceiver.wire import DRAFT, TARGET, Hello, Region, TerminalState
+from transceiver.transfer import DONE, Outcome, Receiver, ReceiverCommand, ReceiverEvent, ReceiverPhase
+from transceiver.wire import DRAFT, TARGET, Hello, Place, Region, TerminalState
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,7 @@ class Receiving:
         self._peers = peers
         self._records = records
         self._open: dict[TransferId, _Receiving] = {}
+        self._wholes = Wholes()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -82,26 +88,32 @@ class Receiving:
         return sum(entry.state.phase is ReceiverPhase.BREAKING for entry in self._open.values())
 
     def expect(self, spec: ReceiveSpec) -> None:
-        if spec.transfer in self._open or _key(spec.transfer) in self._records.closed:
-            raise DuplicateTransfer(spec.transfer)
+        transfer = spec.transfer
+        if transfer in self._open or transfer in self._wholes or _key(transfer) in self._records.closed:
+            raise DuplicateTransfer(transfer)
         needed = demand(self._ours.fingerprint, self._ours.pools, spec.num_tokens)
         pools = self._ours.pools
         plan.require_pages("target", spec.destination.target, needed.target_pages, pools.target.num_pages)
         if pools.draft is not None:
             plan.require_pages("draft", spec.destination.draft, needed.draft_pages, pools.draft.num_pages)
-        self._open[spec.transfer] = _Receiving(spec, needed)
+        self._open[transfer] = _Receiving(spec, needed)
 
     def abort(self, transfer: TransferId, reason: str) -> None:
-        if transfer in self._open:
-            self._on(transfer, ReceiverEvent.CANCELLED, Outcome(TerminalState.CANCELLED, reason))
+        for leg in self._wholes.legs_of(transfer) or (transfer,):
+            if leg in self._open:
+                self._on(leg, ReceiverEvent.CANCELLED, Outcome(TerminalState.CANCELLED, reason))
 
     def peer_gone(self, peer: WorkerEpoch, outcome: Outcome) -> None:
         for transfer in [key for key, entry in self._open.items() if entry.writer == peer]:
+            if transfer not in self._open:
+                continue  # another leg's end was its own
             self._on(transfer, ReceiverEvent.PEER_GONE, outcome)
 
     def advance(self, now_s: float) -> None:
         """Leases and deadlines."""
         for transfer, entry in list(self._open.items()):
+            if transfer not in self._open:
+                continue  # another leg's end was its own
             deadline_s = self._lease_end(entry, now_s)
             if now_s >= deadline_s and entry.state.phase is not ReceiverPhase.BREAKING:
                 self._on(transfer, ReceiverEvent.EXPIRED, Outcome(TerminalState.EXPIRED, _why(entry, now_s)))
@@ -110,11 +122,11 @@ class Receiving:
 
     def hear_open(self, source: WorkerEpoch, message: wire.Open, now_s: float) -> None:
         transfer = message.transfer
-        entry = self._open.get(transfer)
+        entry = self._leg(source, transfer)
         if entry is None:
             self._repeat_end(source, transfer)
             return
-        reason = _mismatch(entry, source, message)
+        reason = self._mismatch(entry, source, message)
         if reason:
             self._records.answer(source, wire.Refuse(transfer, reason))
             return
@@ -126,7 +138,7 @@ class Receiving:
 
     def hear_renew(self, source: WorkerEpoch, message: wire.Renew, now_s: float) -> None:
         """Before the Open anybody who knows the transfer's id may renew; it is worth no more than the deadline."""
-        entry = self._open.get(message.transfer)
+        entry = self._open.get(message.transfer) or self._undivided(source, message.transfer)
         if entry is None:
             self._repeat_end(source, message.transfer)
         elif entry.writer == source:
@@ -173,6 +185,24 @@ class Receiving:
         else:
             self._records.actions.append(due.inspect)
 
+    def _mismatch(self, entry: _Receiving, source: WorkerEpoch, message: wire.Open) -> str:
+        """Why this Open is not the one expected; empty when it is."""
+        spec, needed, writer = entry.spec, entry.demand, self._peers.get(source)
+        assert writer is not None  # it has just been heard
+        if entry.writer not in (None, source):
+            return "another worker is writing it"
+        if leg_name(whole_of(spec.transfer), writer.hello.place, self._ours.place) != spec.transfer:
+            return f"it is no leg from rank {writer.hello.place.rank} of {writer.hello.place.size}"
+        if message.num_tokens != spec.num_tokens:
+            return f"{message.num_tokens} tokens offered, {spec.num_tokens} expected"
+        target, draft = ships(writer.hello, self._ours)
+        if target and message.target_pages != tuple(spec.destination.target[: needed.target_pages]):
+            return "the target pages are not those reserved"
+        draft = draft and message.ship_draft
+        if draft and message.draft_pages != tuple(spec.destination.draft[: needed.draft_pages]):
+            return "the draft pages are not those reserved"
+        return ""
+
     def _foresee(self, entry: _Receiving, source: WorkerEpoch) -> _Due:
         writer = self._peers.get(source)
         assert writer is not None  # it has just been heard
@@ -194,7 +224,7 @@ class Receiving:
             self._on(transfer, ReceiverEvent.COMPLETED)
 
     def _batches(
-        self, entry: _Receiving, writer: WorkerEpoch, ways: tuple[Route, Route | None]
+        self, entry: _Receiving, writer: WorkerEpoch, ways: tuple[Route | None, Route | None]
     ) -> tuple[PageBatch, ...]:
         pools, destination = self._ours.pools, entry.spec.destination
         owner = owner_of(writer, entry.spec.transfer)
@@ -205,14 +235,17 @@ class Receiving:
             return batch(owner, pool, way, region.address, pages, pages, indices)
 
         target, draft = ways
-        found = [pages_in(TARGET, target, pools.target, destination.target[: entry.demand.target_pages])]
+        found = []
+        if target is not None:
+            target_pages = destination.target[: entry.demand.target_pages]
+            found.append(pages_in(TARGET, target, pools.target, target_pages))
         if draft is not None and pools.draft is not None and entry.ship_draft:
             found.append(pages_in(DRAFT, draft, pools.draft, destination.draft[: entry.demand.draft_pages]))
         return tuple(found)
 
     def hear_closed(self, source: WorkerEpoch, message: wire.Closed) -> None:
         transfer = message.transfer
-        entry = self._open.get(transfer)
+        entry = self._leg(source, transfer)
         if entry is None:
             self._records.settled(_key(transfer), source)
             self._records.answer(source, wire.Ack(transfer))
@@ -228,13 +261,83 @@ class Receiving:
 
     def _repeat_end(self, source: WorkerEpoch, transfer: TransferId) -> None:
         """An Open or Done about a transfer that is not open here: repeat how it ended, or say that it is unknown."""
-        closed = self._records.closed.get(_key(transfer))
+        closed = self._records.closed.get(_key(transfer)) or self._records.closed.get(
+            _key(whole_of(transfer))
+        )
+        if closed is None and self._ours.place.rank:
+            return  # this worker's first rank, which does know, may be about to tell
         if closed is None or closed.peer not in (None, source):
             self._records.answer(source, wire.Refuse(transfer, "not expected here"))
         elif closed.outcome.state is TerminalState.DONE:
             self._records.answer(source, wire.Ack(transfer))
         else:
             self._records.answer(source, wire.Abort(transfer, closed.outcome.state, closed.outcome.reason))
+
+    # the legs of a transfer that several ranks write here
+
+    def _leg(self, source: WorkerEpoch, leg: TransferId) -> _Receiving | None:
+        """What is open under this name. The first word of one of several writers divides what was expected whole."""
+        whole = self._undivided(source, leg)
+        if whole is not None:
+            self._divide(source, whole)
+        return self._open.get(leg)
+
+    def _undivided(self, source: WorkerEpoch, leg: TransferId) -> _Receiving | None:
+        """The transfer that this is a leg of, if nobody has begun to write it."""
+        transfer, writer = whole_of(leg), self._peers.get(source)
+        entry = self._open.get(transfer)
+        if transfer == leg or entry is None or entry.writer is not None or writer is None:
+            return None
+        return entry if leg in self._legs_from(writer.hello, transfer) else None
+
+    def _divide(self, source: WorkerEpoch, entry: _Receiving) -> None:
+        transfer, writer = entry.spec.transfer, self._peers.get(source)
+        assert writer is not None  # it has just been heard
+        found = self._legs_from(writer.hello, transfer)
+        del self._open[transfer]
+        for leg in found:
+            self._open[leg] = replace(entry, spec=replace(entry.spec, transfer=leg), last_attempt=-1)
+        with_draft = {leg for leg, ships_draft in found.items() if ships_draft}
+        self._wholes.begin(Consensus(transfer, frozenset(found), frozenset(with_draft)))
+
+    def _legs_from(self, writer: Hello, transfer: TransferId) -> dict[TransferId, bool]:
+        """The legs by which a writer's worker fills our pages, and whether each ships draft context."""
+        here, there = self._ours.place, writer.place
+        if here.size == there.size == 1:
+            return {}
+        return {
+            leg_name(transfer, Place(leg.source, there.size), here): bool(leg.draft_heads)
+            for leg in legs_between(self._ours.fingerprint, there.size, here.size)
+            if leg.destination == here.rank
+        }
+
+    def _tell(self, event: TransferEvent) -> None:
+        """Report an event of what is open here: of a leg, what follows from it for the whole."""
+        whole = self._wholes.whole_of(event.transfer)
+        if whole is None:
+            self._report(event)
+            return
+        verdict = self._wholes.hear(event)
+        for leg in verdict.abort:
+            self.abort(leg, "another leg of its transfer broke")
+        for told in verdict.events:
+            self._report(told)
+            match told:
+                case Broke(state=state, reason=reason):
+                    self._records.remember(_key(whole), ClosedTransfer(None, Outcome(state, reason)))
+                case Landed():
+                    self._records.remember(_key(whole), ClosedTransfer(None, DONE))
+                case _:
+                    pass
+
+    def _report(self, event: TransferEvent) -> None:
+        match event:
+            case Broke():
+                self._records.report(event.state, event)
+            case Landed():
+                self._records.report(TerminalState.DONE, event)
+            case _:
+                self._records.events.append(event)
 
     # transitions
 
@@ -265,26 +368,25 @@ class Receiving:
                     self._records.say(key, entry.writer, wire.Abort(transfer, ending.state, ending.reason))
             case ReceiverCommand.REPORT:
                 assert ending is not None
-                self._report(transfer, entry, ending)
+                self._end(transfer, entry, ending)
             case ReceiverCommand.RELEASE:
                 assert ending is not None
                 del self._open[transfer]
                 self._records.remember(key, ClosedTransfer(entry.writer, ending))
-                self._records.events.append(Released(transfer))
+                self._tell(Released(transfer))
 
-    def _report(self, transfer: TransferId, entry: _Receiving, ending: Outcome) -> None:
+    def _end(self, transfer: TransferId, entry: _Receiving, ending: Outcome) -> None:
         if entry.state.phase is ReceiverPhase.BREAKING:
-            self._records.report(ending.state, Broke(transfer, ending.state, ending.reason, pages_safe=False))
+            self._tell(Broke(transfer, ending.state, ending.reason, pages_safe=False))
             return
         del self._open[transfer]
-        closed = ClosedTransfer(entry.writer, ending)
+        self._records.remember(_key(transfer), ClosedTransfer(entry.writer, ending))
         done = entry.done
         if ending.state is TerminalState.DONE and done is not None:
             self._records.count_bytes(done.bytes_target, done.bytes_draft)
-            landed = Landed(transfer, done.handoff, done.bytes_target, done.bytes_draft)
-            self._records.close(_key(transfer), closed, landed)
+            self._tell(Landed(transfer, done.handoff, done.bytes_target, done.bytes_draft))
         else:
-            self._records.close(_key(transfer), closed, Broke(transfer, ending.state, ending.reason))
+            self._tell(Broke(transfer, ending.state, ending.reason))
 
     def _lease_end(self, entry: _Receiving, now_s: float) -> float:
         if entry.deadline_s is None:
@@ -314,17 +416,3 @@ def _why(entry: _Receiving, now_s: float) -> str:
     if entry.deadline_s is not None and now_s >= entry.deadline_s:
         return f"not complete within {entry.spec.ttl_s} s"
     return "nothing was heard of its sender for the length of a lease"
-
-
-def _mismatch(entry: _Receiving, source: WorkerEpoch, message: wire.Open) -> str:
-    """Why this Open is not the one expected; empty when it is."""
-    spec, needed = entry.spec, entry.demand
-    if entry.writer not in (None, source):
-        return "another worker is writing it"
-    if message.num_tokens != spec.num_tokens:
-        return f"{message.num_tokens} tokens offered, {spec.num_tokens} expected"
-    if message.target_pages != tuple(spec.destination.target[: needed.target_pages]):
-        return "the target pages are not those reserved"
-    if message.ship_draft and message.draft_pages != tuple(spec.destination.draft[: needed.draft_pages]):
-        return "the draft pages are not those reserved"
-    return ""

@@ -142,7 +142,7 @@ class Sending:
             transfer=spec.transfer,
             attempt=0,
             num_tokens=spec.num_tokens,
-            target_pages=pages[TARGET],
+            target_pages=pages.get(TARGET, ()),
             draft_pages=pages.get(DRAFT, ()),
             ship_draft=spec.ship_draft,
         )
@@ -425,7 +425,7 @@ class Sending:
 
     def _bytes_shipped(self, entry: _Sending) -> tuple[int, int]:
         shipped = {lane.pool: lane.bytes_shipped for lane in entry.lanes}
-        return shipped[TARGET], shipped.get(DRAFT, 0)
+        return shipped.get(TARGET, 0), shipped.get(DRAFT, 0)
 
     def check(self) -> None:
         """Raises BookCorrupt when an entry contradicts its phase or its writes."""

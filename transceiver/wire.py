@@ -16,11 +16,16 @@ One transfer, when all goes well (W = writer, the context worker; R = receiver, 
 Either side may end it: `Abort` (R asks W to stop) is re-sent until W says `Closed`; `Closed` (W has stopped
 writing) is re-sent until `Ack`. `Refuse` answers an Open that R does not expect. Every message may be lost,
 doubled, or late.
+
+Between workers of several ranks, W and R are ranks, and each pair of them with something to ship has a transfer of its
+own, a leg (see `transceiver.pairing`). A rank that follows hears of transfers from its worker's first one, so it does
+not refuse an Open that it does not know yet.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -29,8 +34,9 @@ from kvmanager.ids import PageId, TransferId, WorkerEpoch
 from kvmanager.layout import KvGeometry
 from transceiver.errors import VersionMismatch, WireError
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAGIC = b"SLST"
+GROUP_MAGIC = b"SLSG"
 MAX_MESSAGE_BYTES = 1 << 20
 _FIXMAP = 0x80  # msgpack: a map of so many fields more
 
@@ -107,8 +113,22 @@ class Pools(msgspec.Struct, frozen=True):
         return region
 
 
+class Place(msgspec.Struct, frozen=True):
+    """Which rank of how many this is of its worker, which all know by the epoch `worker`; None: by the rank's own."""
+
+    rank: int = 0
+    size: int = 1
+    worker: WorkerEpoch | None = None
+
+
+ONLY_RANK = Place()
+
+
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker incarnation introduces itself. `metadata` is what its transport needs to be reached."""
+    """One rank of a worker incarnation introduces itself; most workers have one rank.
+
+    `epoch` is the rank's own. `metadata` is what its transport needs to be reached.
+    """
 
     epoch: WorkerEpoch
     role: str
@@ -116,6 +136,11 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     pools: Pools
     transport: str
     metadata: bytes
+    place: Place = ONLY_RANK
+
+    @property
+    def worker(self) -> WorkerEpoch:
+        return self.place.worker or self.epoch
 
 
 class Handoff(msgspec.Struct, frozen=True, kw_only=True):
@@ -224,6 +249,7 @@ def with_tags(pools: Pools, tags: Region | None) -> Pools:
 _encoder = msgspec.msgpack.Encoder()
 _messages = msgspec.msgpack.Decoder(Message)
 _hellos = msgspec.msgpack.Decoder(Hello)
+_groups = msgspec.msgpack.Decoder(tuple[bytes, ...])
 
 
 def encode(message: Message | Hello) -> bytes:
@@ -262,13 +288,33 @@ def decode_hello(data: bytes) -> Hello:
         raise WireError(f"malformed hello: {error}") from error
 
 
-def _payload(data: bytes) -> bytes:
-    header = len(MAGIC) + 2
+def encode_group(hellos: Sequence[bytes]) -> bytes:
+    """A worker's introduction: those of its ranks, in order. A worker of one rank is introduced by that rank's."""
+    if len(hellos) == 1:
+        return hellos[0]
+    return GROUP_MAGIC + PROTOCOL_VERSION.to_bytes(2, "big") + _encoder.encode(tuple(hellos))
+
+
+def decode_group(data: bytes) -> tuple[bytes, ...]:
+    """The packed hello of each rank, not looked into. Raises VersionMismatch first, else WireError."""
+    if data[: len(GROUP_MAGIC)] != GROUP_MAGIC:
+        return (data,)
+    try:
+        hellos = _groups.decode(_payload(data, GROUP_MAGIC))
+    except (msgspec.DecodeError, ValueError) as error:
+        raise WireError(f"malformed hello of a group: {error}") from error
+    if len(hellos) < 2:
+        raise WireError(f"a group of {len(hellos)} ranks")
+    return hellos
+
+
+def _payload(data: bytes, magic: bytes = MAGIC) -> bytes:
+    header = len(magic) + 2
     if len(data) > MAX_MESSAGE_BYTES:
         raise WireError(f"message of {len(data)} bytes; the limit is {MAX_MESSAGE_BYTES}")
-    if len(data) < header or data[: len(MAGIC)] != MAGIC:
+    if len(data) < header or data[: len(magic)] != magic:
         raise WireError("not a message of this protocol")
-    version = int.from_bytes(data[len(MAGIC) : header], "big")
+    version = int.from_bytes(data[len(magic) : header], "big")
     if version != PROTOCOL_VERSION:
         raise VersionMismatch(PROTOCOL_VERSION, version)
     return data[header:]

@@ -29,9 +29,11 @@ from kvmanager.ledgers import DividedLedger, Ledger
 from kvmanager.manager import BatchLimits
 from transceiver.annex import DEFAULT_STAGING_BYTES
 from transceiver.endpoint import Identity
+from transceiver.group import GroupPort
 from transceiver.port import TransferPort
 from transceiver.pump import nixl_port
-from transceiver.wire import Fingerprint, Pools, Region
+from transceiver.remote import RemotePort, Stream
+from transceiver.wire import Fingerprint, HeadRange, Place, Pools, Region
 from workers.aggregated import AggregatedEngine
 from workers.backend import TORCH_ON_CPU, Backend, Computing, Loaded, make_backend
 from workers.backend import Pools as ComputedPools
@@ -44,6 +46,7 @@ from workers.errors import ModelMismatch
 from workers.generation import GenerationEngine
 from workers.group.lead import Lead, LeadingRunner, LeadingStep
 from workers.group.ranks import GroupRanks
+from workers.group.streams import streams_to_others
 from workers.group.work import OwnWork, SharedWork, StepWork
 from workers.limits import EngineLimits
 from workers.memory import memory_of
@@ -66,8 +69,8 @@ DTYPES = {
     "float16": torch.float16,
 }
 
-MakePort = Callable[[WorkerEpoch, str, Fingerprint, Pools], TransferPort]
-"""(epoch, role, fingerprint, pools) → one worker's end of its transfers."""
+MakePort = Callable[[Identity, Pools], TransferPort]
+"""(who this rank is, its pools) → one rank's end of its worker's transfers."""
 
 
 @dataclass(frozen=True)
@@ -255,10 +258,9 @@ def lay_ground(config: WorkerConfig, models: Models) -> Ground:
 def build(config: WorkerConfig, models: Models, make_port: MakePort | None = None) -> Assembly:
     """Everything but loading: the same models may serve several assemblies in one process."""
     decoder, drafter = models.decoder, models.drafter
-    if models.ranks is not None and config.role != "aggregated":
+    if models.attention_dp and config.role != "aggregated":
         raise ModelMismatch(
-            f"a {config.role} worker of {models.ranks.size} ranks would ship the first rank's heads alone: "
-            "groups serve as aggregated workers only",
+            f"a {config.role} worker cannot divide its requests among ranks (attention_dp) yet: aggregated ones can",
             field="role",
         )
     ground = lay_ground(config, models)
@@ -271,6 +273,14 @@ def build(config: WorkerConfig, models: Models, make_port: MakePort | None = Non
     runner: PromptRunner = computing.runner
     step: DecodeStep = computing.step
     lead: Lead | None = None
+    epoch = WorkerEpoch(uuid.uuid4().hex)
+    own: TransferPort | None = None
+    streams: list[Stream] = []
+    if config.role != "aggregated":
+        own = (make_port or nixl_rank_port)(
+            rank_identity(config, models, demand, epoch, epoch), memory.regions
+        )
+        streams = streams_to_others(models.ranks, epoch) if models.ranks is not None else []
     if models.ranks is not None:
         work = make_work(models, computing, sampler)
         lead = Lead(models.ranks, time.monotonic, books.rank_of)
@@ -296,15 +306,12 @@ def build(config: WorkerConfig, models: Models, make_port: MakePort | None = Non
         admission=config.admission,
         growth_tokens=_whole_pages(lookahead, config.page_size),
     )
-    epoch = WorkerEpoch(uuid.uuid4().hex)
     port: TransferPort | None = None
     engine: Engine
-    if config.role == "aggregated":
+    if own is None:
         engine = AggregatedEngine(runner=runner, decode=decode, ledger=ledger, limits=engine_limits)
     else:
-        port = (make_port or _nixl_port)(
-            epoch, config.role, _fingerprint(config, models, ledger), memory.regions
-        )
+        port = GroupPort(own, _others(streams, lead))
         if config.role == "context":
             engine = ContextEngine(
                 runner=runner, decode=decode, ledger=ledger, limits=engine_limits, port=port
@@ -487,18 +494,49 @@ def _region(storage: KvStorage) -> Region:
     return Region(storage.address, storage.size_bytes, storage.page_bytes, storage.num_pages, device)
 
 
-def _fingerprint(config: WorkerConfig, models: Models, ledger: Ledger) -> Fingerprint:
-    draft = ledger.draft_geometry
+def _others(streams: list[Stream], lead: Lead | None) -> list[RemotePort]:
+    """The ports of the other ranks, once they have introduced themselves."""
+    if lead is None:
+        return []
+    return [RemotePort(stream, lead.num_steps, lead.timeout_s) for stream in streams]
+
+
+def rank_identity(
+    config: WorkerConfig,
+    models: Models,
+    demand: KvDemand,
+    worker: WorkerEpoch,
+    epoch: WorkerEpoch | None = None,
+) -> Identity:
+    """Who this rank is to its peers: the first rank of a worker has the worker's own epoch, another one of its own."""
+    ranks = models.decoder.ranks
+    return Identity(
+        epoch or WorkerEpoch(uuid.uuid4().hex),
+        config.role,
+        _fingerprint(config, models, demand),
+        Place(ranks.rank, ranks.size, worker if ranks.size > 1 else None),
+    )
+
+
+def _fingerprint(config: WorkerConfig, models: Models, demand: KvDemand) -> Fingerprint:
+    decoder, drafter = models.decoder, models.drafter
+    several = decoder.ranks.size > 1
+    target_heads = HeadRange(decoder.heads.first_kv_head, decoder.config.num_kv_heads)
+    draft_heads = None
+    if drafter is not None:
+        draft_heads = HeadRange(drafter.heads.first_kv_head, drafter.config.num_kv_heads)
     return Fingerprint(
-        target_model=models.decoder.fingerprint,
+        target_model=decoder.fingerprint,
         target_dtype=config.dtype,
-        target=ledger.target_geometry,
+        target=demand.target,
         draft_model=models.drafter_fingerprint,
-        draft_dtype=config.dtype if draft is not None else None,
-        draft=draft,
-        draft_mode=ledger.draft_kv or "none",
-        num_draft_tokens=models.drafter.max_draft_tokens if models.drafter is not None else 0,
+        draft_dtype=config.dtype if demand.draft is not None else None,
+        draft=demand.draft,
+        draft_mode=demand.draft_kv if demand.draft is not None else "none",
+        num_draft_tokens=drafter.max_draft_tokens if drafter is not None else 0,
         verify=config.verify,
+        target_heads=target_heads if several else None,
+        draft_heads=draft_heads if several else None,
     )
 
 
@@ -507,5 +545,5 @@ def _model_pair(config: WorkerConfig, models: Models) -> str:
     return f"{models.decoder.fingerprint} {models.drafter_fingerprint} {config.dtype}"
 
 
-def _nixl_port(epoch: WorkerEpoch, role: str, fingerprint: Fingerprint, pools: Pools) -> TransferPort:
-    return nixl_port(Identity(epoch, role, fingerprint), pools)
+def nixl_rank_port(identity: Identity, pools: Pools) -> TransferPort:
+    return nixl_port(identity, pools)

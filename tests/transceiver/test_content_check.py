@@ -133,4 +133,4 @@ def test_a_checksum_over_memory_of_a_device_is_refused_at_the_start() -> None:
     memory = SmallWorker.on(LoopbackHub(), "here").memory
     on_device = wire.Pools(msgspec.structs.replace(memory.pools.target, device=0))
     with pytest.raises(TransceiverError, match="host memory"):
-        Annex(on_device, "checksum")
+        Annex(on_device, msgspec.structs.replace(FINGERPRINT, verify="checksum"))

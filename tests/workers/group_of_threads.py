@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from workers.assembly import Assembly, Models, build
+from workers.assembly import Assembly, MakePort, Models, build, nixl_rank_port
 from workers.config import WorkerConfig
 from workers.group.follow import Follower
 from workers.group.rank import build_follower
@@ -27,6 +27,7 @@ def group(
     *,
     change: Callable[[int, Follower], None] = lambda rank, follower: None,
     errors: list[BaseException] | None = None,
+    make_port: MakePort = nixl_rank_port,
 ) -> Iterator[Assembly]:
     """The first rank's assembly; the others follow until the end.
 
@@ -41,7 +42,7 @@ def group(
     def follow(rank: int) -> None:
         end = ranks(rank)
         try:
-            follower = build_follower(config, load(end))
+            follower = build_follower(config, load(end), make_port)
             change(rank, follower)
             follower.run()
         except BaseException as error:
@@ -53,7 +54,7 @@ def group(
         thread.start()
     first = ranks(0)
     try:
-        assembly = build(config, load(first))
+        assembly = build(config, load(first), make_port)
         yield assembly
         assembly.close()
     finally:

@@ -15,7 +15,7 @@ from transceiver.endpoint import Endpoint, Identity
 from transceiver.loopback import Faults, LoopbackHub, LoopbackTransport
 from transceiver.port import TransferPort
 from transceiver.records import Timing
-from transceiver.wire import Fingerprint, Pools
+from transceiver.wire import Pools
 from workers.aggregated import AggregatedEngine
 from workers.assembly import Assembly, Models, build
 from workers.config import FixedPages, KvBudget, PairSpec, WorkerConfig
@@ -133,9 +133,9 @@ class SplitPair:
         self.now_s = 0.0
         self.baseline = self.usage()
 
-    def _port(self, epoch: WorkerEpoch, role: str, fingerprint: Fingerprint, pools: Pools) -> TransferPort:
-        transport = LoopbackTransport(self.hub, epoch, pools)
-        return Endpoint(Identity(epoch, role, fingerprint), pools, transport, self._timing)
+    def _port(self, identity: Identity, pools: Pools) -> TransferPort:
+        transport = LoopbackTransport(self.hub, identity.epoch, pools)
+        return Endpoint(identity, pools, transport, self._timing)
 
     def _start(self, role: Role) -> None:
         self._assemblies[role] = assembly = build(*self._builds[role], self._port)

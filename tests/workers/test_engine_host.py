@@ -18,7 +18,7 @@ from transceiver.endpoint import Identity
 from transceiver.loopback import LoopbackHub, LoopbackTransport
 from transceiver.port import TransferPort
 from transceiver.pump import Pump
-from transceiver.wire import Fingerprint, Pools
+from transceiver.wire import Pools
 from workers import host as host_module
 from workers.assembly import Models, build
 from workers.engine import EngineEvent
@@ -47,8 +47,8 @@ class Hosts:
     frames: list[TokenFrame] = field(default_factory=list)
     running: list[EngineHost] = field(default_factory=list)
 
-    def _port(self, epoch: WorkerEpoch, role: str, print_: Fingerprint, pools: Pools) -> TransferPort:
-        return Pump(Identity(epoch, role, print_), pools, lambda: LoopbackTransport(self.hub, epoch, pools))
+    def _port(self, identity: Identity, pools: Pools) -> TransferPort:
+        return Pump(identity, pools, lambda: LoopbackTransport(self.hub, identity.epoch, pools))
 
     def start(self, role: Role, pages: int | None = None) -> EngineHost:
         made = msgspec.structs.replace(config(role, pages=pages), dtype="float64", max_seq_len=96)

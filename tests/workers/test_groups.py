@@ -12,7 +12,6 @@ import torch
 from tests.workers.group_of_threads import group
 from tests.workers.random_pair import VOCAB, dflash2, dspark, load_pair, write_random_pair
 from tests.workers.split_pair import Outcome, answers, config, run_aggregated
-from workers.errors import ModelMismatch
 from workers.request import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=14, ignore_eos=True)
@@ -38,18 +37,6 @@ def account(outcomes: list[Outcome]) -> list[tuple[list[int], int, tuple[int, ..
         for each in outcomes
         if each.stats is not None
     ]
-
-
-def test_a_group_in_a_split_role_is_refused_rather_than_ship_one_rank_s_heads(tmp_path: Path) -> None:
-    pair = write_random_pair(tmp_path)
-    errors: list[BaseException] = []
-    with (
-        pytest.raises(
-            ModelMismatch, match="a context worker of 2 ranks would ship the first rank's heads alone"
-        ),
-        group(2, lambda ranks: load_pair(pair, ranks), config("context", **SMALL), errors=errors),
-    ):
-        pass
 
 
 @pytest.fixture(autouse=True)

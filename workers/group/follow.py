@@ -18,8 +18,10 @@ from drafter.counts import TokenCounts
 from kvmanager.ids import RequestId
 from kvmanager.manager import BatchLimits
 from kvmanager.slots import PageTable
+from transceiver.remote import PortServer
 from workers.group.lead import digest
 from workers.group.plan import Beat, Chunk, Decode, Row, Step, Stop, decode, unpack_rows
+from workers.group.progress import Progress
 from workers.group.ranks import GroupRanks
 from workers.group.work import StepWork
 from workers.sequence import Sequence
@@ -81,10 +83,21 @@ class HeardTables:
 class Follower:
     """Runs the steps of one rank that does not schedule. `run` takes its thread until the group ends."""
 
-    def __init__(self, *, ranks: GroupRanks, work: StepWork, tables: HeardTables) -> None:
+    def __init__(
+        self,
+        *,
+        ranks: GroupRanks,
+        work: StepWork,
+        tables: HeardTables,
+        progress: Progress,
+        server: PortServer | None,
+    ) -> None:
+        """`server` ships this rank's share of transfers; None on an aggregated worker."""
         self._ranks = ranks
         self._work = work
         self._tables = tables
+        self._progress = progress
+        self._server = server
         ranks.started()
 
     def run(self) -> None:
@@ -95,6 +108,8 @@ class Follower:
                     pass
         finally:
             self._ranks.close()
+            if self._server is not None:
+                self._server.close()
 
     def _follow(self) -> bool:
         step = self._heard()
@@ -109,6 +124,7 @@ class Follower:
             case Decode(rows, anchors):
                 sequences = [_sequence(row, anchor) for row, anchor in zip(rows, anchors, strict=True)]
                 self._ranks.remember(digest(self._work.decode(sequences, step)))
+        self._progress.launched()
         return True
 
     def _heard(self) -> Step:

@@ -40,12 +40,19 @@ class Lead:
         self._ranks = ranks
         self._clock = clock
         self._told_s = clock()
+        self._num_steps = 0
+        self.timeout_s = ranks.timeout_s
         ranks.started()
+
+    def num_steps(self) -> int:
+        """Steps told so far; the others count them too."""
+        return self._num_steps
 
     @contextmanager
     def leading(self, step: Step) -> Iterator[None]:
         """Tell of a step, and compute it inside. Raises GroupBroken when some rank is not there for it."""
         try:
+            self._num_steps += 1
             self._ranks.tell(encode(step))
             self._ranks.vote()
             self._told_s = self._clock()

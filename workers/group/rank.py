@@ -1,15 +1,29 @@
-"""Builds a rank that follows: the same models, pools and computing as the rank that schedules, and no ledger."""
+"""Builds a rank that follows: the same models, pools and computing as the rank that schedules, and no ledger.
+
+In a split role it has a transfer port of its own, over its own pools, which does what the first rank orders.
+"""
 
 from __future__ import annotations
 
 import torch
 
 from kvmanager.layout import KvGeometry
-from workers.assembly import Models, lay_ground, load_models, make_work
+from transceiver.remote import PortServer
+from workers.assembly import (
+    MakePort,
+    Models,
+    lay_ground,
+    load_models,
+    make_work,
+    nixl_rank_port,
+    rank_identity,
+)
 from workers.config import WorkerConfig
 from workers.group.follow import Follower, HeardTables, PoolSize
 from workers.group.meeting import Meeting, attend
+from workers.group.progress import Progress
 from workers.group.ranks import Seat
+from workers.group.streams import stream_to_first
 from workers.sampler import Sampler
 
 
@@ -33,7 +47,7 @@ class FollowingRank:
         self._follower.run()
 
 
-def build_follower(config: WorkerConfig, models: Models) -> Follower:
+def build_follower(config: WorkerConfig, models: Models, make_port: MakePort = nixl_rank_port) -> Follower:
     """`config` as the first rank has it; the models of this rank, loaded with its end of the group.
 
     Raises ModelMismatch for a budget that cannot start, ValueError for models of a worker of one rank.
@@ -55,4 +69,16 @@ def build_follower(config: WorkerConfig, models: Models) -> Follower:
     tables = HeardTables(limits, size(ground.demand.target, target_pages), draft)
     sampler = Sampler()
     computing = ground.compute(config, models, tables, sampler)
-    return Follower(ranks=models.ranks, work=make_work(models, computing, sampler), tables=tables)
+    progress = Progress(computing.runner.written)
+    server: PortServer | None = None
+    if config.role != "aggregated":
+        stream, worker = stream_to_first(models.ranks)
+        identity = rank_identity(config, models, ground.demand, worker)
+        server = PortServer(make_port(identity, ground.memory.regions), stream, progress.behind)
+    return Follower(
+        ranks=models.ranks,
+        work=make_work(models, computing, sampler),
+        tables=tables,
+        progress=progress,
+        server=server,
+    )

@@ -61,7 +61,8 @@ class GroupRanks:
     def __init__(self, seat: Seat, store: Store) -> None:
         """Meet the other ranks at `store`. Raises GroupBroken when not all come in time."""
         self.rank, self.size = seat.rank, seat.size
-        self.timeout_s = seat.timeout_s
+        self.timeout_s, self.start_s = seat.timeout_s, seat.start_s
+        self.address = seat.address
         self._groups: list[_ProcessGroup] = []  # control, data; none of either once closed
         self._calls = 0
         self._digest = 0
