@@ -52,18 +52,19 @@ class ConfigError(Exception):
 
 class RoleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What each worker of a role is made of: `tensor_parallel_size` ranks, each a process with its share of the models
-    and of every page.
+    and of every page. `attention_dp` and `expert_parallel` divide otherwise, see `workers.config`.
     """
 
     tensor_parallel_size: int = 1
+    attention_dp: bool = False
+    expert_parallel: bool = False
 
     def __post_init__(self) -> None:
         if self.tensor_parallel_size < 1:
             raise ValueError(f"tensor_parallel_size must be at least 1, got {self.tensor_parallel_size}")
-
-    @property
-    def ranks(self) -> int:
-        return self.tensor_parallel_size
+        for field in ("attention_dp", "expert_parallel"):
+            if getattr(self, field) and self.tensor_parallel_size == 1:
+                raise ValueError(f"{field} divides work among ranks: it needs tensor_parallel_size above 1")
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -203,14 +204,17 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         }
         return tuple(role for role, count in counts.items() for _ in range(count))
 
-    def ranks(self, role: Role) -> int:
-        """Of each worker of this role."""
+    def of_role(self, role: Role) -> RoleConfig:
         roles: dict[Role, RoleConfig] = {
             "context": self.context,
             "generation": self.generation,
             "aggregated": self.aggregated,
         }
-        return roles[role].ranks
+        return roles[role]
+
+    def ranks(self, role: Role) -> int:
+        """Of each worker of this role."""
+        return self.of_role(role).tensor_parallel_size
 
     @property
     def num_ranks(self) -> int:
@@ -268,6 +272,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             num_threads=num_threads,
             tensor_parallel_size=self.ranks(role),
             rank_timeout_s=self.rank_timeout_s,
+            attention_dp=self.of_role(role).attention_dp,
+            expert_parallel=self.of_role(role).expert_parallel,
         )
 
     def observing(self) -> Observing:

@@ -1,4 +1,4 @@
-"""Which workers run on this machine: a note for each, so that the machine's own end can drain them.
+"""Which workers run on this machine: a note for each of their processes, so that the machine's own end can drain them.
 
 A worker writes its address into a file of the temporary directory once it serves, and removes it when it stops; what a
 killed worker leaves behind names an address that nobody answers at. `drain` talks to the workers themselves, so it
@@ -35,7 +35,7 @@ class _Noted(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Note:
-    """One worker of this machine."""
+    """One worker of this machine, or one of a worker's further ranks: the address is the worker's."""
 
     name: str
     address: str
@@ -67,7 +67,7 @@ class Drained:
 
 
 def notes() -> list[Note]:
-    """Of all workers of this user that did not say goodbye."""
+    """Of all processes of workers of this user that did not say goodbye."""
     found = []
     for path in sorted(_folder().glob("*.json")):
         with contextlib.suppress(OSError, msgspec.MsgspecError):
@@ -83,8 +83,11 @@ async def drain(
     report: Callable[[str], None] = lambda text: None,
 ) -> list[Drained]:
     """Drain every worker of this machine and wait until each is empty, at most `wait_s`."""
+    workers = {note.address: note for note in reversed(notes())}
     return list(
-        await asyncio.gather(*(_drain(note, time.monotonic(), wait_s, heard_s, report) for note in notes()))
+        await asyncio.gather(
+            *(_drain(note, time.monotonic(), wait_s, heard_s, report) for note in workers.values())
+        )
     )
 
 

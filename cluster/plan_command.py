@@ -35,7 +35,13 @@ GIB = 1 << 30
 @click.option("--drafter", type=click.Path(path_type=Path), help="The drafter's directory or config.json.")
 @click.option("--max-seq-len", required=True, type=click.IntRange(min=1), help="Prompt and output together.")
 @click.option("--max-batch", required=True, type=click.IntRange(min=1), help="Requests decoded at once.")
-@click.option("--tp", default=1, show_default=True, type=click.IntRange(min=1), help="Tensor-parallel ranks.")
+@click.option(
+    *("--tp", "--tensor-parallel-size", "tp"),
+    default=1,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Ranks of a worker.",
+)
 @click.option("--attention-dp", is_flag=True, help="Every rank keeps all KV heads of its own requests.")
 @click.option("--expert-parallel", is_flag=True, help="Every rank keeps whole experts, its share of them.")
 @click.option("--memory-gib", required=True, type=float, help="Memory of one rank for everything KV.")
@@ -172,7 +178,9 @@ def _pool(geometry: KvGeometry, num_pages: int) -> dict[str, int | None]:
 
 def _show(sizing: Sizing) -> None:
     request, demand, plan = sizing.request, sizing.demand, sizing.plan
-    table = Table(title="KV of one rank", title_justify="left")
+    ranks = request.tensor_parallel
+    title = f"KV of each of {ranks} ranks" if ranks > 1 else "KV of one rank"
+    table = Table(title=title, title_justify="left")
     for heading in ("", "bytes/token", "pages", "GiB"):
         table.add_column(heading, justify="left" if not heading else "right")
     pools = [("target", demand.target, plan.num_target_pages if plan else 0)]

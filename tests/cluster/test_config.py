@@ -97,3 +97,31 @@ def test_prompts_are_computed_in_larger_chunks_on_a_gpu_unless_told_otherwise() 
     plain, told = load_config(None, {}), load_config(None, {"chunk_tokens": 64})
     assert [plain.worker_config("context", gpus).chunk_tokens for gpus in (0, 1)] == [256, 8192]
     assert [told.worker_config("context", gpus).chunk_tokens for gpus in (0, 1)] == [64, 64]
+
+
+def test_the_ranks_of_a_role_take_gpus_threads_and_a_place_of_their_own() -> None:
+    values = {"aggregated": {"tensor_parallel_size": 2}, "mode": "aggregated", "aggregated_workers": 3}
+    config = load_config(None, values)
+    assert config.num_ranks == 6
+    assert [config.gpus_per_rank(gpus) for gpus in (5, 6)] == [0, 1]
+    told = config.worker_config("aggregated")
+    assert (told.tensor_parallel_size, told.attention_dp, told.expert_parallel) == (2, False, False)
+    where = config.placement_of("aggregated", 1.0)
+    assert where is not None
+    assert where.group("aggregated-0", "aggregated", 2).wanted() == (
+        "2 ranks of 0.01 CPU and 1 GPU, all in one ray.io/node-id"  # no label tells of domains
+    )
+    assert load_config(None, {}).placement_of("generation", 1.0) is None
+
+
+@pytest.mark.parametrize(
+    ("role", "message"),
+    [
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be at least 1, got 0"),
+        ({"tensor_parallel": 2}, "tensor_parallel"),
+        ({"attention_dp": True}, "attention_dp divides work among ranks: it needs tensor_parallel_size"),
+    ],
+)
+def test_ranks_that_make_no_sense_are_refused_by_name(role: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, {"generation": role})

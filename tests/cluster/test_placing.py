@@ -77,3 +77,19 @@ def test_a_cluster_puts_each_role_on_the_nodes_of_its_label(found: dict[str, Any
 def test_a_cluster_whose_labels_nobody_carries_says_so(found: dict[str, Any]) -> None:
     assert "kind=context" in found["refused"] or "kind=generation" in found["refused"]
     assert "no node has these labels" in found["refused"]
+
+
+def test_the_actors_of_a_workers_ranks_share_a_domain_across_nodes(found: dict[str, Any]) -> None:
+    assert found["two refused"] == ""
+    assert found["ranks of two"] == ["context-0", "context-1"]
+
+
+def test_a_worker_whose_ranks_would_straddle_domains_is_refused_though_there_are_gpus(
+    found: dict[str, Any],
+) -> None:
+    assert "wants 4 ranks of 1 GPU on nodes with whole=aggregated, all in one" in found["four refused"]
+    assert "the most room is in ray.io/gpu-domain=nvl-a, for 2" in found["four refused"]
+
+
+def test_without_a_label_the_ranks_of_a_worker_share_a_node(found: dict[str, Any]) -> None:
+    assert found["two ranks anywhere"] == ["generation-2", "generation-2"]  # the only one with two GPUs
