@@ -27,10 +27,14 @@ from kvmanager.unified import UnifiedDraftKv
 
 @dataclass(frozen=True, slots=True)
 class RequestPages:
-    """A request's pages in position order. `draft` is empty unless the drafter has a pool of its own."""
+    """A request's pages in position order. `draft` is empty unless the drafter has a pool of its own.
+
+    `rank`: whose pools they are pages of, where the ranks of a worker keep requests apart.
+    """
 
     target: tuple[PageId, ...]
     draft: tuple[PageId, ...]
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,13 +172,15 @@ class KvLedger:
         *,
         num_prompt_tokens: int = 0,
         spare_pages: int = 0,
+        position_multiple: int = 1,
     ) -> SlotId:
         """Bind the same slot in both managers and take pages for `num_tokens` + look-ahead positions.
 
         Pages of `prefix` (see `shareable`) that are cached become the request's first pages, and its length
-        starts behind them. Of `num_prompt_tokens` a drafter with a window keeps the last only, from the start, and no
-        hit reaches into them. `spare_pages` must remain free in each pool, for those who may grow. Raises TooLong
-        when it can never fit, SlotsExhausted or PoolExhausted when it does not fit now, RequestExists.
+        starts behind them, at a multiple of `position_multiple`. Of `num_prompt_tokens` a drafter with a window keeps
+        the last only, from the start, and no hit reaches into them. `spare_pages` must remain free in each pool, for
+        those who may grow. Raises TooLong when it can never fit, SlotsExhausted or PoolExhausted when it does not fit
+        now, RequestExists.
         """
         self.can_ever_fit(num_tokens)
         cache, windowed = self._cache, self._windowed
@@ -183,7 +189,10 @@ class KvLedger:
             first_page = windowed.geometry.first_page(min(num_prompt_tokens, num_tokens))
             first_position = first_page * windowed.geometry.page_size
             prefix = prefix[: first_position // self.target.geometry.page_size]
-        hits = prefix[: cache.match(prefix)] if cache is not None else ()
+        num_hits = cache.match(prefix) if cache is not None else 0
+        while num_hits * self.target.geometry.page_size % position_multiple:
+            num_hits -= 1
+        hits = prefix[:num_hits]
         evictable = cache.num_idle - cache.num_idle_among(hits) if cache is not None else 0
         for manager in self._cached:
             manager.can_take(request, num_tokens, shared=len(hits), evictable=evictable - spare_pages)
@@ -230,6 +239,10 @@ class KvLedger:
         except BaseException:
             self.free(request)
             raise
+
+    def rank_of(self, request: RequestId) -> int:
+        """Which rank has the request's pages; here all of them do, the first for one."""
+        return 0
 
     def slot(self, request: RequestId) -> SlotId:
         """The request's slot in both managers, never the dummy slot.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Protocol
 
 from kvmanager.errors import (
@@ -67,9 +67,12 @@ class Ledger(Protocol):
         *,
         num_prompt_tokens: int = 0,
         spare_pages: int = 0,
+        position_multiple: int = 1,
     ) -> SlotId: ...
 
     def grow(self, request: RequestId, num_tokens: int) -> None: ...
+
+    def rank_of(self, request: RequestId) -> int: ...
 
     def pages(self, request: RequestId) -> RequestPages: ...
 
@@ -139,8 +142,12 @@ class DividedLedger:
         *,
         num_prompt_tokens: int = 0,
         spare_pages: int = 0,
+        position_multiple: int = 1,
     ) -> SlotId:
-        """See `KvLedger.reserve`. What it raises when no rank has room is what the one with most room says."""
+        """See `KvLedger.reserve`. What it raises when no rank has room is what the one with most room says.
+
+        `spare_pages`: for those who may grow on all ranks, each of which keeps its requests' share.
+        """
         if request in self._ranks:
             raise RequestExists(request)
         refusals: list[PoolExhausted | SlotsExhausted] = []
@@ -151,7 +158,8 @@ class DividedLedger:
                     num_tokens,
                     prefix,
                     num_prompt_tokens=num_prompt_tokens,
-                    spare_pages=spare_pages,
+                    spare_pages=self._share(spare_pages, rank),
+                    position_multiple=position_multiple,
                 )
             except (PoolExhausted, SlotsExhausted) as refusal:
                 refusals.append(refusal)
@@ -159,6 +167,10 @@ class DividedLedger:
                 self._ranks[request] = rank
                 return slot
         raise refusals[0]
+
+    def _share(self, spare_pages: int, rank: int) -> int:
+        own = self.ledgers[rank].target.num_requests
+        return -(-spare_pages * own // len(self._ranks)) if own else 0
 
     def _by_room(self, prefix: Sequence[PageKey]) -> list[int]:
         def room(rank: int) -> tuple[int, int]:
@@ -171,10 +183,11 @@ class DividedLedger:
         self._of(request).grow(request, num_tokens)
 
     def pages(self, request: RequestId) -> RequestPages:
-        return self._of(request).pages(request)
+        return replace(self._of(request).pages(request), rank=self._ranks[request])
 
     def pages_between(self, request: RequestId, first_position: int, end_position: int) -> RequestPages:
-        return self._of(request).pages_between(request, first_position, end_position)
+        found = self._of(request).pages_between(request, first_position, end_position)
+        return replace(found, rank=self._ranks[request])
 
     def commit(self, request: RequestId, length: int) -> None:
         self._of(request).commit(request, length)

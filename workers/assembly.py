@@ -22,7 +22,7 @@ from drafter.ranks import ALONE, UnevenShares
 from kvmanager.budget import KvDemand, PagePlan, plan_from_memory, plan_from_pages
 from kvmanager.errors import BudgetInfeasible, LayoutRefused
 from kvmanager.families import ServingMode, require_form
-from kvmanager.ids import RequestId, WorkerEpoch
+from kvmanager.ids import WorkerEpoch
 from kvmanager.layout import KvGeometry
 from kvmanager.ledger import KvLedger
 from kvmanager.ledgers import DividedLedger, Ledger
@@ -283,7 +283,7 @@ def build(config: WorkerConfig, models: Models, make_port: MakePort | None = Non
         streams = streams_to_others(models.ranks, epoch) if models.ranks is not None else []
     if models.ranks is not None:
         work = make_work(models, computing, sampler)
-        lead = Lead(models.ranks, time.monotonic, books.rank_of)
+        lead = Lead(models.ranks, time.monotonic, ledger.rank_of)
         runner = LeadingRunner(work, computing.runner, lead)
         step = LeadingStep(work, computing.runner, lead)
     max_draft_tokens = drafter.max_draft_tokens if drafter is not None else 0
@@ -356,11 +356,10 @@ def make_work(models: Models, computing: Computing, sampler: Sampler) -> StepWor
 
 @dataclass(frozen=True)
 class _Books:
-    """Who holds which pages, on the rank that schedules. `rank_of`: which rank has a request; the first of all."""
+    """Who holds which pages, on the rank that schedules."""
 
     ledger: Ledger
     tables: StepTables
-    rank_of: Callable[[RequestId], int]
 
 
 def _books(config: WorkerConfig, models: Models, demand: KvDemand, plan: PagePlan) -> _Books:
@@ -379,9 +378,9 @@ def _books(config: WorkerConfig, models: Models, demand: KvDemand, plan: PagePla
 
     if models.ranks is None or not models.attention_dp:
         whole = ledger()
-        return _Books(whole, LedgerTables(whole), lambda _: 0)
+        return _Books(whole, LedgerTables(whole))
     divided = DividedLedger([ledger() for _ in range(models.ranks.size)])
-    return _Books(divided, DividedTables(divided), divided.rank_of)
+    return _Books(divided, DividedTables(divided))
 
 
 @dataclass(frozen=True)

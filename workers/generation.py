@@ -258,9 +258,10 @@ class GenerationEngine:
                 self.ledger.reserve(
                     job.request.request_id,
                     self._growth.at_admission(job.sequence),
-                    self._reuse.prefix(job.sequence, 1 if local else job.request.position_multiple),
+                    self._reuse.prefix(job.sequence),
                     num_prompt_tokens=job.sequence.num_prompt_tokens,
                     spare_pages=self._growth.spare_pages(self._num_admitted),
+                    position_multiple=1 if local else job.request.position_multiple,
                 )
             except (PoolExhausted, SlotsExhausted):
                 return
@@ -377,13 +378,19 @@ class GenerationEngine:
         self._decoding = [s for s in self._decoding if s.finish_reason is None]
 
     def _grow(self) -> list[Sequence]:
-        """Give everyone the pages of the coming step, the oldest first; returns whom there are none for."""
+        """Give everyone the pages of the coming step, the oldest first; returns whom there are none for.
+
+        Who makes room is the youngest on the same rank: pages of another are of no use.
+        """
         lacking = []
         for sequence in self._growth.lacking(self._decoding):
             if sequence.finish_reason is not None:
                 continue  # preempted meanwhile
             while not self._growth.grow(sequence):
-                youngest = self._decoding[-1]
+                rank = self.ledger.rank_of(sequence.request_id)
+                youngest = next(
+                    s for s in reversed(self._decoding) if self.ledger.rank_of(s.request_id) == rank
+                )
                 if youngest is sequence:
                     lacking.append(sequence)
                     break

@@ -31,16 +31,12 @@ class PrefixReuse:
         self._trusted = fault is Fault.NONE
         self._ledger.forget_prefixes()
 
-    def prefix(self, sequence: Sequence, position_multiple: int = 1) -> tuple[PageKey, ...]:
-        """The pages that a reservation may take from the cache now; their end is a multiple of the given one."""
+    def prefix(self, sequence: Sequence) -> tuple[PageKey, ...]:
+        """The pages that a reservation may take from the cache now."""
         if not self._trusted:
             return ()
-        page_size = self._limits.page_size
         keys = self._shareable(sequence)
-        hits = self._ledger.num_cached(keys)
-        while hits * page_size % position_multiple:
-            hits -= 1
-        return keys[:hits]
+        return keys[: self._ledger.num_cached(keys)]
 
     def worth_waiting(self, sequence: Sequence, ahead: Iterable[Sequence]) -> bool:
         """Whether a prompt ahead is about to leave a page that this one would take.

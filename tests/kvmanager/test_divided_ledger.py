@@ -133,3 +133,23 @@ def test_no_history_of_requests_leaves_anything_behind() -> None:
     for request, _ in live:
         ledger.free(request)
     assert ledger.usage() == baseline
+
+
+def test_spare_pages_are_kept_by_the_ranks_whose_requests_may_grow() -> None:
+    ledger = divided(pages=17)
+    ledger.reserve(A, 32)
+    ledger.reserve(B, 4)
+    ledger.reserve(C, 4)
+    assert [ledger.rank_of(request) for request in (A, B, C)] == [0, 1, 1]
+    ledger.reserve(D, 36, spare_pages=6)  # four of them here, where 14 are free
+    assert ledger.rank_of(D) == 1
+    with pytest.raises(PoolExhausted):
+        ledger.reserve(RequestId("e"), 28, spare_pages=8)
+
+
+def test_a_hit_ends_at_a_multiple_on_whichever_rank_it_is() -> None:
+    ledger = divided()
+    run(ledger, A, PROMPT)
+    ledger.reserve(B, 24, prefix(PROMPT), position_multiple=3 * PAGE)
+    assert (ledger.rank_of(B), ledger.length(B)) == (0, 3 * PAGE)
+    assert ledger.pages(B).rank == 0

@@ -34,7 +34,7 @@ class Lead:
         self,
         ranks: GroupRanks,
         clock: Callable[[], float],
-        rank_of: Callable[[RequestId], int] = lambda request: 0,
+        rank_of: Callable[[RequestId], int],
     ) -> None:
         self.rank_of = rank_of
         self._ranks = ranks
