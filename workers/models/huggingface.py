@@ -38,11 +38,12 @@ class HuggingFaceSource:
         self.config = config
         self._raw_config = raw
         self._file_of = self._locate()
+        # Opened once: reading a file's header again for each of a mixture's thousands of tensors would take minutes.
+        self._handles = {file: _opened(file) for file in sorted(set(self._file_of.values()))}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        for file in sorted(set(self._file_of.values())):
-            with _opened(file) as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (a safetensors handle is not iterable)
-                    self._shapes[name] = tuple(tensors.get_slice(name).get_shape())
+        for tensors in self._handles.values():
+            for name in tensors.keys():  # noqa: SIM118 (a safetensors handle is not iterable)
+                self._shapes[name] = tuple(tensors.get_slice(name).get_shape())
 
     def own_name(self, name: str) -> str:
         return name if name.startswith("lm_head.") else f"model.{name}"
@@ -52,13 +53,12 @@ class HuggingFaceSource:
 
     def read(self, name: str) -> Tensor:
         own = self.own_name(name)
-        with _opened(self._file_of[own]) as tensors:
-            tensor: Tensor = tensors.get_tensor(own)
+        tensor: Tensor = self._handles[self._file_of[own]].get_tensor(own)
         return tensor
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256(json.dumps(self._raw_config, sort_keys=True).encode())
-        for file in sorted(set(self._file_of.values())):
+        for file in self._handles:
             size = file.stat().st_size
             with file.open("rb") as stream:
                 (header_size,) = struct.unpack("<Q", stream.read(8))  # names, dtypes and shapes
