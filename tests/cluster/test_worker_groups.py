@@ -7,36 +7,49 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from cluster.answers import AnswerEnd
 from cluster.client import Client
 from tests.cluster.parts import Part, environment, held_at, worker_pid, workers_at
 from tests.workers.split_pair import run_aggregated
-from workers.assembly import load_models
+from workers.assembly import Models, load_models
 from workers.config import PairSpec, WorkerConfig
-from workers.request import SamplingParams
+from workers.request import RequestStats, SamplingParams
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
 MAX_TOKENS = 40
 LONG = 440
 PROMPT = list(range(40, 70))
-CONFIG = """
-mode = "aggregated"
+COMMON = """
 pair = "tiny"
 dtype = "float64"
+draft_tokens = "full"
 max_batch = 4
 max_seq_len = 512
 num_threads = 1
 rank_timeout_s = 8
 silence_limit_s = 8
 replay_wait_s = 90
+"""
+AGGREGATED = f"""
+mode = "aggregated"
+{COMMON}
 [aggregated]
 tensor_parallel_size = 2
 """
+SPLIT = f"""
+{COMMON}
+[context]
+tensor_parallel_size = 2
+"""
+TARGET_BYTES, DRAFT_BYTES = 2 * 4 * 2 * 32 * 8, 2 * 2 * 2 * 32 * 8  # K|V, layers, KV heads, head_dim, float64
+SHIPPED_TOKENS = 32  # of the prompt, in whole pages of 16
 
 
 @dataclass
@@ -45,24 +58,26 @@ class Served:
     part: Part
     address: str
 
-    def ask(self, max_tokens: int, then: Callable[[], object] = lambda: None) -> list[int]:
-        """The answer's tokens. `then` is called once the first have come."""
+    def ask(
+        self, max_tokens: int, then: Callable[[], object] = lambda: None
+    ) -> tuple[list[int], RequestStats | None]:
+        """The answer's tokens, and what they cost. `then` is called once the first have come."""
         tokens: list[int] = []
         with Client(self.address) as client:
             for event in client.generate(PROMPT, max_tokens=max_tokens, ignore_eos=True):
-                first = not tokens
-                tokens += getattr(event, "token_ids", ())
-                if first and tokens:
+                if isinstance(event, AnswerEnd):
+                    return tokens, event.usage.stats
+                if not tokens:
                     then()
-        return tokens
+                tokens += event.token_ids
+        raise AssertionError("no end")
 
-    @property
-    def epoch(self) -> str:
-        return workers_at(self.address)["aggregated-0"].epoch
+    def epoch(self, worker: str) -> str:
+        return workers_at(self.address)[worker].epoch
 
-    def pids(self) -> list[int]:
+    def pids(self, worker: str) -> list[int]:
         """Of both ranks."""
-        return [worker_pid(self.home, name) for name in ("aggregated-0", "aggregated-0/1")]
+        return [worker_pid(self.home, name) for name in (worker, f"{worker}/1")]
 
 
 def wait_until(what: Callable[[], bool], log: Path, limit_s: float = 90.0) -> None:
@@ -72,13 +87,13 @@ def wait_until(what: Callable[[], bool], log: Path, limit_s: float = 90.0) -> No
         time.sleep(0.1)
 
 
-@pytest.fixture
-def served() -> Iterator[Served]:
+@contextmanager
+def serving(settings: str) -> Iterator[Served]:
     # Ray puts sockets below this path, and their paths are limited to 107 bytes.
     home = Path("/tmp") / f"slip-{os.getpid()}-{time.monotonic_ns() % 100_000}"
     home.mkdir()
     config = home / "cluster.toml"
-    config.write_text(CONFIG)
+    config.write_text(settings)
     part = Part(
         home / "serve.log",
         *("serve", "--config", str(config), "--listen", "127.0.0.1:0"),
@@ -92,41 +107,67 @@ def served() -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module")
-def golden() -> list[int]:
-    """What one rank says."""
-    models = load_models(WorkerConfig(role="aggregated", pair=PairSpec(name="tiny"), dtype="float64"))
-    sampling = SamplingParams(max_tokens=LONG, ignore_eos=True)
-    return run_aggregated(models, [PROMPT], sampling, dtype="float64")[0].tokens
+def alone() -> Models:
+    return load_models(WorkerConfig(role="aggregated", pair=PairSpec(name="tiny"), dtype="float64"))
 
 
-def test_two_ranks_answer_through_the_gateway_as_one_does_and_end_with_it(
-    served: Served, golden: list[int]
-) -> None:
-    assert served.ask(MAX_TOKENS) == golden[:MAX_TOKENS]
-    assert workers_at(served.address).keys() == {"aggregated-0"}
-    assert held_at(served.address) == []
-    pids = served.pids()
-    assert served.part.end() == 0
-    wait_until(lambda: gone(pids), served.part.log)
+def golden(alone: Models, max_tokens: int) -> tuple[list[int], RequestStats | None]:
+    """What one rank says, and in which steps."""
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    [outcome] = run_aggregated(alone, [PROMPT], sampling, dtype="float64")
+    return outcome.tokens, outcome.stats
+
+
+def test_two_ranks_answer_through_the_gateway_as_one_does_and_end_with_it(alone: Models) -> None:
+    with serving(AGGREGATED) as served:
+        assert served.ask(MAX_TOKENS) == golden(alone, MAX_TOKENS)
+        assert workers_at(served.address).keys() == {"aggregated-0"}
+        assert held_at(served.address) == []
+        pids = served.pids("aggregated-0")
+        assert served.part.end() == 0
+        wait_until(lambda: gone(pids), served.part.log)
+
+
+def test_two_context_ranks_feed_a_generation_worker_of_one(alone: Models) -> None:
+    with serving(SPLIT) as served:
+        tokens, stats = served.ask(MAX_TOKENS)
+        said, one = golden(alone, MAX_TOKENS)
+        assert tokens == said
+        assert stats is not None
+        assert one is not None
+        assert (stats.decode_steps, stats.accepted_by_position) == (
+            one.decode_steps,
+            one.accepted_by_position,
+        )
+        generation = workers_at(served.address)["generation-0"]
+        assert generation.prompt_tokens_computed == 0
+        assert generation.kv_bytes_target == SHIPPED_TOKENS * TARGET_BYTES
+        assert generation.kv_bytes_draft == SHIPPED_TOKENS * DRAFT_BYTES
+        assert held_at(served.address) == []
 
 
 @pytest.mark.chaos
-def test_a_group_falls_as_a_whole_and_another_one_goes_on_with_the_stream(
-    served: Served, golden: list[int]
-) -> None:
+def test_a_group_falls_as_a_whole_and_another_one_goes_on_with_the_stream(alone: Models) -> None:
     """Whichever rank is lost, and however: no rank of the old group stays, and no token is lost or said twice."""
-    for rank, sent in ((1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGKILL), (0, signal.SIGSTOP)):
-        before, pids = served.epoch, served.pids()
+    said, _ = golden(alone, LONG)
+    with serving(AGGREGATED) as served:
+        for rank, sent in (
+            (1, signal.SIGKILL),
+            (1, signal.SIGSTOP),
+            (0, signal.SIGKILL),
+            (0, signal.SIGSTOP),
+        ):
+            before, pids = served.epoch("aggregated-0"), served.pids("aggregated-0")
 
-        def lose(pid: int = pids[rank], sent: signal.Signals = sent) -> None:
-            os.kill(pid, sent)
+            def lose(pid: int = pids[rank], sent: signal.Signals = sent) -> None:
+                os.kill(pid, sent)
 
-        began_s = time.monotonic()
-        assert served.ask(LONG, lose) == golden
-        print(f"rank {rank}, {sent.name}: answered after {time.monotonic() - began_s:.1f} s")
-        assert served.epoch not in ("", before)
-        assert held_at(served.address) == []
-        wait_until(lambda pids=pids: gone(pids), served.part.log)  # type: ignore[misc]
+            began_s = time.monotonic()
+            assert served.ask(LONG, lose)[0] == said
+            print(f"rank {rank}, {sent.name}: answered after {time.monotonic() - began_s:.1f} s")
+            assert served.epoch("aggregated-0") not in ("", before)
+            assert held_at(served.address) == []
+            wait_until(lambda pids=pids: gone(pids), served.part.log)  # type: ignore[misc]
 
 
 def gone(pids: list[int]) -> bool:
