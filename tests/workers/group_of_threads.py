@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -16,6 +18,7 @@ from workers.group.ranks import GroupRanks, Seat
 
 TIMEOUT_S = 60.0  # of a loaded machine
 
+Result = TypeVar("Result")
 LoadRank = Callable[[GroupRanks], Models]
 
 
@@ -65,3 +68,19 @@ def group(
         assert not ended, ended
     else:
         errors += ended
+
+
+def on_ranks(size: int, call: Callable[[GroupRanks], Result]) -> list[Result]:
+    """What `call` returns on each rank of a group, in rank order."""
+    store = dist.HashStore()
+
+    def run(rank: int) -> Result:
+        end = GroupRanks(Seat(rank=rank, size=size, timeout_s=TIMEOUT_S, start_s=TIMEOUT_S), store)
+        try:
+            return call(end)
+        finally:
+            end.least([0])  # nobody leaves while another still waits for its part
+            end.close()
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, range(size)))

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.workers.group_of_threads import group
+from tests.workers.group_of_threads import group, on_ranks
 from tests.workers.random_pair import VOCAB, dflash2, dspark, load_pair, write_random_pair
 from tests.workers.split_pair import Outcome, answers, config, run_aggregated
+from workers.group.ranks import GroupRanks
 from workers.request import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=14, ignore_eos=True)
@@ -70,3 +71,20 @@ def test_a_group_answers_as_one_rank_does(
     assert [account(each) for each in found] == [account(each) for each in golden]
     accepted = [position for each in account(found[1]) for position in each[2]]
     assert sum(accepted) > 0
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_token_s_sum_over_ranks_does_not_depend_on_what_shares_its_step(size: int) -> None:
+    """In float32, bit for bit: the ground under "drafting on = drafting off" for groups."""
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(64, 96, generator=generator) for _ in range(size)]
+    cuts = [(0, 64), *((start, start + rows) for start in (0, 5, 20) for rows in (1, 2, 3, 8, 31))]
+
+    def sums(ranks: GroupRanks) -> list[torch.Tensor]:
+        return [ranks.sum(parts[ranks.rank][start:end].clone()) for start, end in cuts]
+
+    found = on_ranks(size, sums)
+    for of_rank in found:
+        assert torch.equal(of_rank[0], found[0][0])
+        for (start, end), part in zip(cuts, of_rank, strict=True):
+            assert torch.equal(part, found[0][0][start:end])

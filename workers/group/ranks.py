@@ -76,6 +76,13 @@ class GroupRanks:
             group._set_default_timeout(timedelta(seconds=self.timeout_s))
 
     def sum(self, x: Tensor) -> Tensor:
+        if self.size > 2 and x.device.type == "cpu":
+            # gloo adds the ranks' parts in an order that depends on where in a tensor they lie: a token's sum would
+            # depend on how many share its step. Of two parts there is one order.
+            parts = self.gather(x)
+            for part in parts[1:]:
+                parts[0] += part
+            return parts[0]
         x = x.contiguous()
         self._collective("a sum", lambda: self._data.allreduce([x]))
         return x
