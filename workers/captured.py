@@ -1,15 +1,15 @@
 """Decode steps as captured CUDA graphs: one launch each to draft and to verify, and one wait for the device per step.
 
-    lengths, anchors, pages ──▶ draft graph ──▶ drafted tokens ──▶ verify graph ──▶ chosen, accepted ──▶ host
-                                (B, W)                             (B, W)
+    rows of requests ──▶ draft graph ──▶ drafted tokens ──▶ verify graph ──▶ chosen, accepted ──▶ host
+                         (B, W)                             (B, W)
 
 A graph fits one batch size and one width (`workers.buckets`). It reads its inputs from buffers that never move and
-live as long as it does, which each step fills before the launch; rows behind the live requests are padding on the
-dummy page, and what they compute nobody reads. The drafts go from one graph to the other on the device. Tokens are
-chosen and compared on the device too, outside the graphs, from logits adjusted there (`drafter.adjustment`); the host
-waits once, for the targets' choices and the accepted counts.
+live as long as it does, which each step fills before the launch (`workers.step_rows`); rows behind the live requests
+are padding on the dummy page, and what they compute nobody reads. The drafts go from one graph to the other on the
+device. The host waits once, for the targets' choices and the accepted counts.
 
-While the draft graph runs, the host schedules the verify graph's attention.
+The graphs end in greedy choices, so a greedy step is two launches and a wait. A step with sampling or
+adjusted logits (`drafter.adjustment`) chooses between and behind the graphs instead, on the device too.
 
 Graphs share one pool of memory and one buffer of logits: one of them runs at a time, and a step reads what it needs of
 the draft's logits before the verify graph writes its own. A graph is captured at `prepare`, or when it is first needed.
@@ -30,16 +30,18 @@ from torch import Tensor
 from drafter.choice import RuleRows, choose, choose_rows, rule_rows
 from drafter.dflash import BlockDrafter
 from drafter.penalties import BlockRows
-from drafter.proposal import DraftBlock
+from drafter.proposal import DraftBlock, DraftChoice
 from drafter.verify import accept
 from kvmanager.manager import BatchLimits
-from workers.attention.flashinfer import FixedPlan, FixedStore, FlashInferPagedAttention, schedule_memory
+from workers.attention.blocks import BlockPlan
+from workers.attention.flashinfer import FlashInferPagedAttention
 from workers.buckets import fitting, powers_up_to
 from workers.models.decoder import Decoder
 from workers.runner import ModelRunner
 from workers.sampler import Sampler
 from workers.sequence import Sequence
 from workers.step import StepOutcome, Trim
+from workers.step_rows import StepRows
 
 _WARM_UPS = 2
 
@@ -63,15 +65,7 @@ class StepParts:
 @dataclass(frozen=True, slots=True)
 class _Draft:
     graph: torch.cuda.CUDAGraph
-    plan: FixedPlan
     block: DraftBlock  # of all B rows; its logits lie in the shared buffer
-
-
-@dataclass(frozen=True, slots=True)
-class _Verify:
-    graph: torch.cuda.CUDAGraph
-    plan: FixedPlan
-    context: FixedStore | None  # where the draft context goes; None for requests without drafting
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,21 +104,23 @@ class CapturedStep:
         self._batches = powers_up_to(parts.max_batch)
         self._widths = powers_up_to(self._max_draft + 1)
         self._drafts: dict[tuple[int, int], _Draft] = {}
-        self._verifies: dict[tuple[int, int, bool], _Verify] = {}
-        self._draft_plans: dict[int, FixedPlan] = {}
+        self._verifies: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
         self._memory = torch.cuda.graph_pool_handle()
         config, dtype = parts.decoder.config, parts.decoder.dtype
         rows = parts.max_batch * (self._max_draft + 1)
         with torch.inference_mode(False):
             self._steps = torch.arange(parts.limits.lookahead, device=self._device)
-            self._anchors_starts = torch.zeros((2, parts.max_batch), dtype=torch.int64, device=self._device)
-            self._anchors_starts_host = torch.zeros((2, parts.max_batch), dtype=torch.int64).pin_memory()
             self._drafted = torch.zeros(
                 (parts.max_batch, max(self._max_draft, 1)), dtype=torch.int64, device=self._device
             )
             self._logits = torch.empty(rows * config.vocab_size, dtype=dtype, device=self._device)
+            self._found = torch.zeros(rows + parts.max_batch, dtype=torch.int64, device=self._device)
             self._found_host = torch.zeros(rows + 2 * parts.max_batch, dtype=torch.int64).pin_memory()
-            self._schedules = schedule_memory(self._device), schedule_memory(self._device)
+        pages = [
+            0 if attention is None else attention.geometry.pages_for(parts.limits.max_positions)
+            for attention in (parts.target_attention, parts.draft_attention)
+        ]
+        self._rows = StepRows(parts.max_batch, *pages, self._device)
         self._began, self._halfway, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(3))
 
     @torch.inference_mode()
@@ -148,54 +144,45 @@ class CapturedStep:
         """See `DecodeStep.run`; every draft is verified."""
         live, width = len(sequences), num_draft + 1
         batch, shape_width = fitting(live, self._batches), fitting(width, self._widths)
-        drafting = sequences[0].drafting
         starts = self._parts.runner.lengths_of(sequences)
-        verify = self._verify(batch, shape_width, drafting)
+        verify = self._verify(batch, shape_width, sequences[0].drafting)
         draft = self._draft(batch, shape_width) if num_draft else None
-        self._fill(sequences, starts)
+        rules = self._rules(sequences, starts, width)
+        plain = _DeviceChoice(rules, live, width)
+        choice = self._parts.sampler.adjusting(plain, sequences)
+        is_greedy = rules is None and choice is plain
+        self._fill(sequences, starts, batch)
         self._began.record()
         if draft is not None:
-            self._update_draft(draft.plan, sequences, starts)
             draft.graph.replay()
-        rules = self._rules(sequences, starts, width)
-        drafts_BK = self._chosen_drafts(draft, rules, sequences, width)
+            if not is_greedy:
+                self._choose_drafts(draft.block, choice, live, num_draft)
         self._halfway.record()
-        page_rows = self._parts.runner.target_rows(sequences)
-        verify.plan.update(page_rows, [start + shape_width for start in starts])
-        if verify.context is not None:
-            self._update_context(verify.context, sequences, starts)
-        verify.graph.replay()
+        verify.replay()
         logits_NV = self._logits_of(batch * shape_width, self._parts.decoder.config.vocab_size)
         logits_BWV = logits_NV.view(batch, shape_width, -1)[:live, :width]
-        rows = BlockRows.behind(drafts_BK, [num_draft] * live)
-        logits_NV = self._parts.sampler.adjusted(logits_BWV.reshape(live * width, -1), sequences, rows)
-        targets_N, final_N = choose_rows(logits_NV, rules)
-        found, final = self._read_back(drafts_BK, targets_N.view(live, width), final_N)
-        if not final:  # rare: some filter keeps more candidates than were looked at
-            targets_N = self._choose_again(logits_NV, sequences, starts, width)
-            found, _ = self._read_back(drafts_BK, targets_N.view(live, width), None)
+        if is_greedy:
+            host, device = (self._found_view(x, batch, shape_width) for x in (self._found_host, self._found))
+            found = self._wait_for(host.copy_(device, non_blocking=True))[:live]
+        else:
+            found = self._choose_targets(logits_BWV, rules, sequences, starts)
         return StepOutcome(
             targets=[row[:width] for row in found],
-            accepted=[row[width] for row in found],
+            # Behind the drafts asked for lie those of another step.
+            accepted=[min(row[-1], num_draft) for row in found],
             logits_BWV=logits_BWV,
             draft_s=self._began.elapsed_time(self._halfway) / 1000,
             verify_s=self._halfway.elapsed_time(self._ended) / 1000,
         )
 
-    def _fill(self, sequences: Items[Sequence], starts: list[int]) -> None:
-        """Anchors and first positions of the live rows; padding keeps whatever it had, which is valid."""
-        live, host = len(sequences), self._anchors_starts_host.numpy()
-        host[0, :live] = [s.last_token for s in sequences]
-        host[1, :live] = starts
-        self._anchors_starts.copy_(self._anchors_starts_host, non_blocking=True)
-
-    def _update_draft(self, plan: FixedPlan, sequences: Items[Sequence], starts: list[int]) -> None:
-        lens = [start - s.draft_origin + plan.width for s, start in zip(sequences, starts, strict=True)]
-        plan.update(self._parts.runner.draft_rows(sequences), lens)
-
-    def _update_context(self, context: FixedStore, sequences: Items[Sequence], starts: list[int]) -> None:
-        lens = [start - s.draft_origin + context.width for s, start in zip(sequences, starts, strict=True)]
-        context.update(self._parts.runner.draft_rows(sequences), lens)
+    def _fill(self, sequences: Items[Sequence], starts: list[int], batch: int) -> None:
+        runner, anchors = self._parts.runner, [s.last_token for s in sequences]
+        target = runner.target_rows(sequences)
+        if not sequences[0].drafting:
+            self._rows.fill(batch, anchors, starts, target)
+            return
+        draft_starts = [start - s.draft_origin for s, start in zip(sequences, starts, strict=True)]
+        self._rows.fill(batch, anchors, starts, target, draft_starts, runner.draft_rows(sequences))
 
     def _rules(self, sequences: Items[Sequence], starts: list[int], width: int) -> RuleRows | None:
         """Rules of rows [B, W]: the token behind the anchor first, then behind each draft."""
@@ -205,35 +192,56 @@ class CapturedStep:
         positions = [start + 1 + offset for start in starts for offset in range(width)]
         return rule_rows(rules, positions, self._device)
 
-    def _chosen_drafts(
-        self, draft: _Draft | None, rules: RuleRows | None, sequences: Items[Sequence], width: int
-    ) -> Tensor:
-        """Drafted tokens [B, K] of the live rows, also left where the verify graph reads them."""
-        live = len(sequences)
+    def _choose_drafts(self, block: DraftBlock, choice: DraftChoice, live: int, num_draft: int) -> None:
+        """Leave the first `live` rows' drafts where the verify graph reads them."""
+        assert self._parts.drafter is not None
+        hidden_BKH, logits_BKV = (x[:live, :num_draft] for x in block)
+        anchors_B = self._rows.anchors(live).long()
+        proposal = self._parts.drafter.choose(DraftBlock(hidden_BKH, logits_BKV), anchors_B, choice)
+        self._drafted[:live, :num_draft].copy_(proposal.tokens_BK)
+
+    def _choose_targets(
+        self, logits_BWV: Tensor, rules: RuleRows | None, sequences: Items[Sequence], starts: list[int]
+    ) -> list[list[int]]:
+        """Rows of the target's W choices and the accepted count, of a step that is not plainly greedy."""
+        live, width = logits_BWV.shape[:2]
         drafts_BK = self._drafted[:live, : width - 1]
-        drafter = self._parts.drafter
-        if draft is not None and drafter is not None:
-            hidden_BKH, logits_BKV = (x[:live, : width - 1] for x in draft.block)
-            choice = self._parts.sampler.adjusting(_DeviceChoice(rules, live, width), sequences)
-            anchors_B = self._anchors_starts[0, :live]
-            drafts_BK.copy_(drafter.choose(DraftBlock(hidden_BKH, logits_BKV), anchors_B, choice).tokens_BK)
-        return drafts_BK
+        rows = BlockRows.behind(drafts_BK, [width - 1] * live)
+        logits_NV = self._parts.sampler.adjusted(logits_BWV.reshape(live * width, -1), sequences, rows)
+        targets_N, final_N = choose_rows(logits_NV, rules)
+        found, final = self._read_back(drafts_BK, targets_N.view(live, width), final_N)
+        if not final:  # rare: some filter keeps more candidates than were looked at
+            targets_N = self._choose_again(logits_NV, sequences, starts, width)
+            found, _ = self._read_back(drafts_BK, targets_N.view(live, width), None)
+        return found
 
     def _read_back(
         self, drafts_BK: Tensor, targets_BW: Tensor, final_N: Tensor | None
     ) -> tuple[list[list[int]], bool]:
-        """The step's one wait. Rows of the target's W choices and the accepted count; whether all are final."""
+        """Rows of the target's W choices and the accepted count; whether all are final."""
         live, width = targets_BW.shape
-        columns = [targets_BW, accept(drafts_BK, targets_BW)[:, None]]
+        found = torch.cat((targets_BW, accept(drafts_BK, targets_BW)[:, None]), dim=1)
+        final = True
         if final_N is not None:
-            columns.append(final_N.view(live, width).all(dim=1, keepdim=True).long())
-        found = torch.cat(columns, dim=1)
-        host = self._found_host[: found.numel()].view(live, found.shape[1])
+            found = torch.cat((final_N.view(live, width).all(dim=1, keepdim=True).long(), found), dim=1)
+        host = self._found_host[: found.numel()].view(found.shape)
         host.copy_(found, non_blocking=True)
+        rows = self._wait_for(host)
+        if final_N is not None:
+            final = all(row[0] for row in rows)
+            rows = [row[1:] for row in rows]
+        return rows, final
+
+    def _wait_for(self, host: Tensor) -> list[list[int]]:
+        """The step's one wait."""
         self._ended.record()
         self._ended.synchronize()
         rows: list[list[int]] = host.tolist()
-        return rows, final_N is None or all(row[-1] for row in rows)
+        return rows
+
+    def _found_view(self, buffer: Tensor, batch: int, width: int) -> Tensor:
+        """[batch, width + 1]: the target's choices and the accepted count."""
+        return buffer[: batch * (width + 1)].view(batch, width + 1)
 
     def _choose_again(
         self, logits_NV: Tensor, sequences: Items[Sequence], starts: list[int], width: int
@@ -248,7 +256,7 @@ class CapturedStep:
             made = self._drafts[batch, width] = self._capture_draft(batch, width)
         return made
 
-    def _verify(self, batch: int, width: int, drafting: bool) -> _Verify:
+    def _verify(self, batch: int, width: int, drafting: bool) -> torch.cuda.CUDAGraph:
         made = self._verifies.get((batch, width, drafting))
         if made is None:
             made = self._verifies[batch, width, drafting] = self._capture_verify(batch, width, drafting)
@@ -258,77 +266,71 @@ class CapturedStep:
         drafter, attention = self._parts.drafter, self._parts.draft_attention
         if drafter is None or attention is None:
             raise ValueError("this worker has no drafter")
-        if batch not in self._draft_plans:  # a block always runs in full, whatever is verified of it
-            self._draft_plans[batch] = FixedPlan(
-                attention,
-                num_requests=batch,
-                width=drafter.block_size,
-                max_pages=self._max_pages(attention),
-                num_heads=drafter.heads.num_heads,
-                causal=False,
-                schedule=self._schedules[0],
-            )
-        plan = self._draft_plans[batch]
-        plan.park()
+        plan = attention.fixed(
+            self._rows.draft(batch),
+            num_requests=batch,
+            width=drafter.block_size,  # a block always runs in full, whatever is verified of it
+            num_heads=drafter.heads.num_heads,
+            causal=False,
+        )
         steps = self._steps[: drafter.block_size]
         num_draft = min(width - 1, self._max_draft)
+        choice = _DeviceChoice(None, batch, width)
 
         def body() -> DraftBlock:
-            positions = self._anchors_starts[1, :batch, None] + steps
-            return drafter.block(
-                self._anchors_starts[0, :batch],
-                positions,
+            plan.prepare()
+            block = drafter.block(
+                self._rows.anchors(batch),
+                self._rows.starts(batch)[:, None] + steps,
                 num_draft,
                 attention,
                 plan,
                 self._logits_of(batch * num_draft, drafter.config.draft_vocab_size),
             )
+            self._choose_drafts(block, choice, batch, num_draft)
+            return block
 
-        graph, block = self._capture(body)
-        return _Draft(graph, plan, block)
+        return _Draft(*self._capture(body, batch))
 
-    def _capture_verify(self, batch: int, width: int, drafting: bool) -> _Verify:
+    def _capture_verify(self, batch: int, width: int, drafting: bool) -> torch.cuda.CUDAGraph:
         parts, attention = self._parts, self._parts.target_attention
         decoder, drafter, draft_attention = parts.decoder, parts.drafter, parts.draft_attention
-        plan = FixedPlan(
-            attention,
-            num_requests=batch,
-            width=width,
-            max_pages=self._max_pages(attention),
-            num_heads=decoder.heads.num_heads,
-            causal=True,
-            schedule=self._schedules[1],
+        shape = {"num_requests": batch, "width": width}
+        plan = attention.fixed(
+            self._rows.target(batch), num_heads=decoder.heads.num_heads, causal=True, **shape
         )
-        context = None
-        if drafting and draft_attention is not None:
-            context = FixedStore(draft_attention, batch, width)
-            context.park()
+        context: BlockPlan | None = None  # where the draft context goes
+        if drafting and drafter is not None and draft_attention is not None:
+            context = draft_attention.fixed(
+                self._rows.draft(batch), num_heads=drafter.heads.num_heads, causal=False, **shape
+            )
         taps = drafter.tap_layer_ids if drafter is not None and drafting else ()
         steps = self._steps[:width]
 
-        def body() -> Tensor:
-            anchors_starts = self._anchors_starts[:, :batch, None]
-            tokens_T = torch.cat((anchors_starts[0], self._drafted[:batch, : width - 1]), dim=1).flatten()
-            positions_T = (anchors_starts[1] + steps).flatten()
+        def body() -> None:
+            drafts_BK = self._drafted[:batch, : width - 1]
+            tokens_T = torch.cat((self._rows.anchors(batch)[:, None], drafts_BK), dim=1).flatten()
+            positions_T = (self._rows.starts(batch)[:, None] + steps).flatten()
+            plan.prepare()
             output = decoder.forward(tokens_T, positions_T, attention, plan, taps)
             if output.taps_TX is not None and drafter is not None and context is not None:
                 assert draft_attention is not None
+                context.prepare()
                 drafter.append_context(output.taps_TX, positions_T, draft_attention, context)
             logits_NV = self._logits_of(batch * width, decoder.config.vocab_size)
-            return decoder.logits(output.hidden_TH, logits_NV)
+            targets_BW = decoder.logits(output.hidden_TH, logits_NV).argmax(dim=-1).view(batch, width)
+            found = torch.cat((targets_BW, accept(drafts_BK, targets_BW)[:, None]), dim=1)
+            self._found_view(self._found, batch, width).copy_(found)
 
-        graph, _ = self._capture(body)
-        return _Verify(graph, plan, context)
+        return self._capture(body, batch)[0]
 
     def _logits_of(self, rows: int, vocab_size: int) -> Tensor:
         """The buffer that both graphs write their logits to, [rows, vocab_size]."""
         return self._logits[: rows * vocab_size].view(rows, vocab_size)
 
-    def _max_pages(self, attention: FlashInferPagedAttention) -> int:
-        return attention.geometry.pages_for(self._parts.limits.max_positions)
-
-    def _capture(self, body: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
-        """Run `body` a few times, so that kernels are compiled and workspaces exist, then capture it."""
+    def _capture(self, body: Callable[[], Result], batch: int) -> tuple[torch.cuda.CUDAGraph, Result]:
+        """Run `body` a few times on padding, so that kernels are compiled and workspaces exist, then capture it."""
+        self._rows.park(batch)
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
