@@ -10,8 +10,8 @@ and so is decided there who attends over which part: the host schedules nothing.
     write, attend   once per layer
 
 A context is cut where the whole step's work, in tiles of keys, divided by `units_per_head` says: many short parts when
-few requests would leave multiprocessors idle, one part each when requests are many. Parts of one request are joined by
-a second kernel, in the order of their positions.
+few requests would leave multiprocessors idle, one part each when requests are many. Whichever part of a request is done
+last joins them all, in the order of their positions.
 
 Shapes: B requests, W tokens of each, T = B * W, G query heads per kv head, D head_dim, P page table entries of a row.
 """
@@ -31,7 +31,9 @@ _TILE = 64  # keys attended at a time
 _STAGES = 3  # tiles on their way or in use
 _PARTS_PER_MULTIPROCESSOR = 1.5
 _MAX_ROWS = 64  # queries of one program: one warp group's worth of tensor core rows
-_UNIT_FIELDS = 8  # request (-1: nobody's), first key, end, length of the request, its parts; the rest pads
+_UNIT_FIELDS = (
+    8  # request (-1: nobody's), first key, end, length of the request, its parts, its first unit; padding
+)
 
 
 @triton.jit
@@ -39,7 +41,6 @@ def _prepare_kernel(
     starts_ptr,
     pages_ptr,
     offsets_ptr,
-    firsts_ptr,
     units_ptr,
     row_stride,
     page_stride,
@@ -71,7 +72,6 @@ def _prepare_kernel(
     tiles_here = tl.cdiv(start + W, TILE)
     parts_here = tl.cdiv(tiles_here, per_part)
     before = tl.sum(tl.where(requests < request, parts, 0))
-    tl.store(firsts_ptr + request, before)
     part = tl.cdiv(tiles_here, parts_here) * TILE
     units = tl.arange(0, BLOCK_U)
     mine = units < parts_here
@@ -81,9 +81,9 @@ def _prepare_kernel(
     tl.store(unit_ptr + 2, tl.minimum(units * part + part, start + W), mask=mine)
     tl.store(unit_ptr + 3, tl.zeros([BLOCK_U], tl.int32) + start + W, mask=mine)
     tl.store(unit_ptr + 4, tl.zeros([BLOCK_U], tl.int32) + parts_here, mask=mine)
+    tl.store(unit_ptr + 5, tl.zeros([BLOCK_U], tl.int32) + before, mask=mine)
     if request == num_requests - 1:
         used = before + parts_here
-        tl.store(firsts_ptr + num_requests, used)
         nobody = tl.full([BLOCK_U], -1, tl.int32)
         tl.store(units_ptr + (used + units) * FIELDS, nobody, mask=used + units < max_units)
 
@@ -94,6 +94,7 @@ def _attend_kernel(
     out_ptr,
     partial_ptr,
     weight_ptr,
+    arrived_ptr,
     layer_ptr,
     pages_ptr,
     units_ptr,
@@ -116,7 +117,7 @@ def _attend_kernel(
     num_kv_heads, num_blocks = tl.num_programs(0), tl.num_programs(2)
     unit_ptr = units_ptr + unit * FIELDS
     request, begin, end = tl.load(unit_ptr), tl.load(unit_ptr + 1), tl.load(unit_ptr + 2)
-    kv_len, num_parts = tl.load(unit_ptr + 3), tl.load(unit_ptr + 4)
+    kv_len, num_parts, first = tl.load(unit_ptr + 3), tl.load(unit_ptr + 4), tl.load(unit_ptr + 5)
     if request < 0:
         return
 
@@ -157,61 +158,38 @@ def _attend_kernel(
         best = higher
 
     mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+    out_at = ((request * W + tokens) * num_kv_heads * G + head * G + rows % G).to(tl.int64) * D
+    out = out_ptr + out_at[:, None] + elements[None, :]
     if num_parts == 1:
-        out_at = ((request * W + tokens) * num_kv_heads * G + head * G + rows % G).to(tl.int64) * D
-        tl.store(
-            out_ptr + out_at[:, None] + elements[None, :], mixed.to(out_ptr.dtype.element_ty), mask=asked
-        )
-    else:
-        row_at = ((unit * num_kv_heads + head) * num_blocks * ROWS + rows).to(tl.int64)
-        tl.store(partial_ptr + row_at[:, None] * D + elements[None, :], mixed, mask=asked)
-        tl.store(weight_ptr + row_at, best + tl.log2(total), mask=rows < W * G)
-
-
-@triton.jit
-def _join_kernel(
-    out_ptr,
-    partial_ptr,
-    weight_ptr,
-    firsts_ptr,
-    padded_rows,
-    W: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    request, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    num_kv_heads = tl.num_programs(1)
-    first = tl.load(firsts_ptr + request)
-    num_parts = tl.load(firsts_ptr + request + 1) - first
-    if num_parts == 1:
+        tl.store(out, mixed.to(out_ptr.dtype.element_ty), mask=asked)
         return
-    rows = block * ROWS + tl.arange(0, ROWS)
-    asked = rows < W * G
-    elements = tl.arange(0, D)
+
+    places = tl.arange(0, ROWS)
+    stride = num_kv_heads * num_blocks * ROWS  # from a part to the next
+    part_at = (first * num_kv_heads + head) * num_blocks * ROWS + block * ROWS
+    row_at = part_at.to(tl.int64) + (unit - first) * stride + places
+    tl.store(partial_ptr + row_at[:, None] * D + elements[None, :], mixed, mask=asked)
+    tl.store(weight_ptr + row_at, best + tl.log2(total))
+    tl.debug_barrier()  # every thread has stored before one of them says so
+    arrived = arrived_ptr + (request * num_kv_heads + head) * num_blocks + block
+    if tl.atomic_add(arrived, 1, sem="acq_rel") != num_parts - 1:
+        return
+    tl.store(arrived, 0)  # for the next layer
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, D], tl.float32)
-    for begin in range(0, num_parts, PARTS):
-        parts = begin + tl.arange(0, PARTS)
-        inside = (parts < num_parts)[:, None] & asked[None, :]
-        row_at = ((first + parts) * num_kv_heads + head)[:, None].to(tl.int64) * padded_rows + rows[None, :]
-        weights = tl.load(weight_ptr + row_at, mask=inside, other=float("-inf"))
-        found = tl.load(
-            partial_ptr + row_at[:, :, None] * D + elements[None, None, :], mask=inside[:, :, None], other=0.0
-        )
-        higher = tl.maximum(best, tl.max(weights, 0))
+    for part in range(num_parts):
+        row_at = part_at.to(tl.int64) + part * stride + places
+        weight = tl.load(weight_ptr + row_at, cache_modifier=".cg")
+        found = tl.load(partial_ptr + row_at[:, None] * D + elements[None, :], cache_modifier=".cg")
+        higher = tl.maximum(best, weight)
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        shrink = tl.exp2(best - base)
-        shares = tl.exp2(weights - base[None, :])
-        total = total * shrink + tl.sum(shares, 0)
-        mixed = mixed * shrink[:, None] + tl.sum(shares[:, :, None] * found, 0)
+        shrink, share = tl.exp2(best - base), tl.exp2(weight - base)
+        total = total * shrink + share
+        mixed = mixed * shrink[:, None] + share[:, None] * found
         best = higher
     mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
-    out_at = ((request * W + rows // G) * num_kv_heads * G + head * G + rows % G).to(tl.int64) * D
-    out = out_ptr + out_at[:, None] + elements[None, :]
-    tl.store(out, mixed.to(out_ptr.dtype.element_ty), mask=asked[:, None])
+    tl.store(out, mixed.to(out_ptr.dtype.element_ty), mask=asked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +243,8 @@ class BlockPlan:
         with torch.inference_mode(False):
             self._partials, self._weights = scratch[: need - padded_rows], scratch[need - padded_rows : need]
             self.offsets_T = torch.zeros(num_requests * width, dtype=torch.int64, device=layer.device)
-            self._firsts = torch.zeros(num_requests + 1, dtype=torch.int32, device=layer.device)
+            joined = num_requests * self._num_kv_heads * self._num_tiles
+            self._arrived = torch.zeros(joined, dtype=torch.int32, device=layer.device)
             self._units = torch.zeros((self._max_units, _UNIT_FIELDS), dtype=torch.int32, device=layer.device)
 
     @property
@@ -279,7 +258,6 @@ class BlockPlan:
             rows.starts,
             rows.pages,
             self.offsets_T,
-            self._firsts,
             self._units,
             rows.pages.stride(0),
             self._page_stride,
@@ -304,6 +282,7 @@ class BlockPlan:
             out_THD,
             self._partials,
             self._weights,
+            self._arrived,
             layer,
             self._rows.pages,
             self._units,
@@ -319,32 +298,10 @@ class BlockPlan:
             STAGES=_STAGES,
             FIELDS=_UNIT_FIELDS,
             num_warps=4,
-            **self._shape,
+            W=self.width,
+            G=self._group,
+            D=self._head_dim,
         )
-        rows, parts = self._joined_at_once()
-        _join_kernel[(self.num_requests, self._num_kv_heads, triton.cdiv(self.width * self._group, rows))](
-            out_THD,
-            self._partials,
-            self._weights,
-            self._firsts,
-            self._num_tiles * self._tile_rows,
-            ROWS=rows,
-            PARTS=parts,
-            num_warps=4,
-            **self._shape,
-        )
-
-    @property
-    def _shape(self) -> dict[str, Any]:
-        return {"W": self.width, "G": self._group, "D": self._head_dim}
-
-    def _joined_at_once(self) -> tuple[int, int]:
-        """Rows and parts of a program that joins: single rows of many parts for few requests, and the reverse."""
-        elements = 2048 // self._head_dim
-        rows = min(
-            triton.next_power_of_2(-(-self.num_requests * self._num_kv_heads // 16)), max(elements // 2, 1)
-        )
-        return rows, elements // rows
 
 
 def units_for(device: torch.device, num_kv_heads: int) -> int:

@@ -1,369 +1,25 @@
-"""A candidate for the attention of captured steps: as many queries for every request, scheduled on the device.
+"""The attention of a captured verify step, a layer at a time: checked against torch, then timed beside its limit.
 
     python -m tests.bench.gpu.block_attention [--batches 1 8 32 128] [--context 2048]
 
-Checked against torch, then timed beside the limit: the step's keys and values over the copy bandwidth of this run. No
-worker uses it yet: flashinfer, which they use, takes tiles of 128 queries in captured steps of more than one request,
-where a block of 16 tokens has 64 for each kv head.
-
-Every request of a step asks with W tokens, and the G query heads that share a kv head ask for the same keys: W * G rows
-against each key and value, so these are read once per kv head and step. Lengths and page tables are read on the device,
-and so is decided there who attends over which part: the host schedules nothing.
-
-    PlanRows        (start, page ids) of every request, in memory that never moves; a step fills it before a replay
-       │ prepare    once per step: where the step's keys and values go, and how contexts are cut
-       ▼
-    attend          once per layer
-
-A context is cut where the whole step's work, in tiles of keys, divided by `units_per_head` says: many short parts when
-few requests would leave multiprocessors idle, one part each when requests are many. Parts of one request are joined by
-a second kernel, in the order of their positions.
-
-Shapes: B requests, W tokens of each, T = B * W, G query heads per kv head, D head_dim, P page table entries of a row.
+Limit: the layer's keys and values over the copy bandwidth of this run. Layers take turns, so that none is in the cache.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-from dataclasses import dataclass
-from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from tests.bench.gpu import limits
 from tests.bench.gpu.figures import report
 from tests.bench.gpu.shape8b import HEAD_DIM, HEADS, KV_HEADS
+from workers.attention.blocks import BlockPlan, PlanRows
 
 _TOLERANCE = 0.01  # of bfloat16 against float32
-_PAGE, _WIDTH, _LAYERS = 64, 16, 2
-_TILE = 64  # keys attended at a time
-_STAGES = 3  # tiles on their way or in use
-_PARTS_PER_MULTIPROCESSOR = 1.5
-_MAX_ROWS = 64  # queries of one program: one warp group's worth of tensor core rows
-_UNIT_FIELDS = 8  # request (-1: nobody's), first key, end, length of the request, its parts; the rest pads
-
-
-@triton.jit
-def _prepare_kernel(
-    starts_ptr,
-    pages_ptr,
-    offsets_ptr,
-    firsts_ptr,
-    units_ptr,
-    row_stride,
-    page_stride,
-    num_requests,
-    units_per_head,
-    max_units,
-    W: tl.constexpr,
-    D: tl.constexpr,
-    PAGE: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    BLOCK_U: tl.constexpr,
-    FIELDS: tl.constexpr,
-):
-    request = tl.program_id(0)
-    tokens = tl.arange(0, BLOCK_W)
-    start = tl.load(starts_ptr + request * row_stride)
-    positions = start + tokens
-    page = tl.load(pages_ptr + request * row_stride + positions // PAGE, mask=tokens < W, other=0).to(
-        tl.int64
-    )
-    tl.store(offsets_ptr + request * W + tokens, page * page_stride + positions % PAGE * D, mask=tokens < W)
-    requests = tl.arange(0, BLOCK_B)
-    live = requests < num_requests
-    tiles = tl.cdiv(tl.load(starts_ptr + requests * row_stride, mask=live, other=-W) + W, TILE)
-    per_part = tl.cdiv(tl.sum(tiles), units_per_head)
-    parts = tl.cdiv(tiles, per_part)
-    tiles_here = tl.cdiv(start + W, TILE)
-    parts_here = tl.cdiv(tiles_here, per_part)
-    before = tl.sum(tl.where(requests < request, parts, 0))
-    tl.store(firsts_ptr + request, before)
-    part = tl.cdiv(tiles_here, parts_here) * TILE
-    units = tl.arange(0, BLOCK_U)
-    mine = units < parts_here
-    unit_ptr = units_ptr + (before + units) * FIELDS
-    tl.store(unit_ptr, tl.zeros([BLOCK_U], tl.int32) + request, mask=mine)
-    tl.store(unit_ptr + 1, units * part, mask=mine)
-    tl.store(unit_ptr + 2, tl.minimum(units * part + part, start + W), mask=mine)
-    tl.store(unit_ptr + 3, tl.zeros([BLOCK_U], tl.int32) + start + W, mask=mine)
-    tl.store(unit_ptr + 4, tl.zeros([BLOCK_U], tl.int32) + parts_here, mask=mine)
-    if request == num_requests - 1:
-        used = before + parts_here
-        tl.store(firsts_ptr + num_requests, used)
-        nobody = tl.full([BLOCK_U], -1, tl.int32)
-        tl.store(units_ptr + (used + units) * FIELDS, nobody, mask=used + units < max_units)
-
-
-@triton.jit
-def _attend_kernel(
-    q_ptr,
-    out_ptr,
-    partial_ptr,
-    weight_ptr,
-    layer_ptr,
-    pages_ptr,
-    units_ptr,
-    q_stride,
-    row_stride,
-    page_stride,
-    plane_stride,
-    scale,
-    W: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    PAGE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    STAGES: tl.constexpr,
-    FIELDS: tl.constexpr,
-):
-    head, unit, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    num_kv_heads, num_blocks = tl.num_programs(0), tl.num_programs(2)
-    unit_ptr = units_ptr + unit * FIELDS
-    request, begin, end = tl.load(unit_ptr), tl.load(unit_ptr + 1), tl.load(unit_ptr + 2)
-    kv_len, num_parts = tl.load(unit_ptr + 3), tl.load(unit_ptr + 4)
-    if request < 0:
-        return
-
-    rows = block * ROWS + tl.arange(0, ROWS)
-    tokens = rows // G
-    elements = tl.arange(0, D)
-    asked = (rows < W * G)[:, None]
-    q_at = (request * W + tokens).to(tl.int64) * q_stride + (head * G + rows % G) * D
-    q = tl.load(q_ptr + q_at[:, None] + elements[None, :], mask=asked, other=0.0)
-    limits = (kv_len - W + tokens + 1) if CAUSAL else tl.full([ROWS], 0, tl.int32) + kv_len
-
-    best = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    mixed = tl.zeros([ROWS, D], tl.float32)
-    keys_ptr = layer_ptr + head * PAGE * D
-    row_ptr = pages_ptr + request * row_stride
-    # Page ids are read one tile ahead and carried: loaded where they are used, they would join the pipeline of copies,
-    # which then waits for its newest copy in every turn.
-    positions = begin + tl.arange(0, TILE)
-    page = tl.load(row_ptr + positions // PAGE, mask=positions < end, other=0)
-    for at in tl.range(begin, end, TILE, num_stages=STAGES):
-        positions = at + tl.arange(0, TILE)
-        inside = positions < end
-        place = page.to(tl.int64) * page_stride + positions % PAGE * D
-        page = tl.load(row_ptr + (positions + TILE) // PAGE, mask=positions + TILE < end, other=0)
-        key_at = keys_ptr + place[:, None] + elements[None, :]
-        k = tl.load(key_at, mask=inside[:, None], other=0.0)
-        scores = tl.dot(q, tl.trans(k)) * scale
-        seen = (positions[None, :] < limits[:, None]) & inside[None, :]
-        scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(best, tl.max(scores, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # a row may see nothing of this part
-        shrink = tl.exp2(best - base)
-        p = tl.exp2(scores - base[:, None])
-        total = total * shrink + tl.sum(p, 1)
-        v = tl.load(key_at + plane_stride, mask=inside[:, None], other=0.0)
-        mixed = tl.dot(p.to(v.dtype), v, mixed * shrink[:, None])
-        best = higher
-
-    mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
-    if num_parts == 1:
-        out_at = ((request * W + tokens) * num_kv_heads * G + head * G + rows % G).to(tl.int64) * D
-        tl.store(
-            out_ptr + out_at[:, None] + elements[None, :], mixed.to(out_ptr.dtype.element_ty), mask=asked
-        )
-    else:
-        row_at = ((unit * num_kv_heads + head) * num_blocks * ROWS + rows).to(tl.int64)
-        tl.store(partial_ptr + row_at[:, None] * D + elements[None, :], mixed, mask=asked)
-        tl.store(weight_ptr + row_at, best + tl.log2(total), mask=rows < W * G)
-
-
-@triton.jit
-def _join_kernel(
-    out_ptr,
-    partial_ptr,
-    weight_ptr,
-    firsts_ptr,
-    padded_rows,
-    W: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    request, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    num_kv_heads = tl.num_programs(1)
-    first = tl.load(firsts_ptr + request)
-    num_parts = tl.load(firsts_ptr + request + 1) - first
-    if num_parts == 1:
-        return
-    rows = block * ROWS + tl.arange(0, ROWS)
-    asked = rows < W * G
-    elements = tl.arange(0, D)
-    best = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    mixed = tl.zeros([ROWS, D], tl.float32)
-    for begin in range(0, num_parts, PARTS):
-        parts = begin + tl.arange(0, PARTS)
-        inside = (parts < num_parts)[:, None] & asked[None, :]
-        row_at = ((first + parts) * num_kv_heads + head)[:, None].to(tl.int64) * padded_rows + rows[None, :]
-        weights = tl.load(weight_ptr + row_at, mask=inside, other=float("-inf"))
-        found = tl.load(
-            partial_ptr + row_at[:, :, None] * D + elements[None, None, :], mask=inside[:, :, None], other=0.0
-        )
-        higher = tl.maximum(best, tl.max(weights, 0))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        shrink = tl.exp2(best - base)
-        shares = tl.exp2(weights - base[None, :])
-        total = total * shrink + tl.sum(shares, 0)
-        mixed = mixed * shrink[:, None] + tl.sum(shares[:, :, None] * found, 0)
-        best = higher
-    mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
-    out_at = ((request * W + rows // G) * num_kv_heads * G + head * G + rows % G).to(tl.int64) * D
-    out = out_ptr + out_at[:, None] + elements[None, :]
-    tl.store(out, mixed.to(out_ptr.dtype.element_ty), mask=asked[:, None])
-
-
-@dataclass(frozen=True, slots=True)
-class PlanRows:
-    """What a step says of its requests: int32 columns of one tensor on the device, a row per request.
-
-    starts: [rows], the positions that already hold keys and values. pages: [rows, P]. Rows of padding have start 0 and
-    nothing but the dummy page.
-    """
-
-    starts: Tensor
-    pages: Tensor
-
-
-class BlockPlan:
-    """An `AttentionPlan` of `num_requests` x `width` tokens. `prepare` once in every step, then write and attend."""
-
-    def __init__(
-        self,
-        rows: PlanRows,
-        layer: Tensor,
-        *,
-        num_requests: int,
-        width: int,
-        num_heads: int,
-        causal: bool,
-        scratch: Tensor,
-        units_per_head: int | None = None,
-    ) -> None:
-        """layer: any layer's pages, for their shape, [pages, 2, kv_heads, page_size, D], and strides. scratch: float32,
-        shared by plans of which one runs at a time. units_per_head: see the module; a number to fit the device by
-        default. Raises ValueError for too little scratch.
-        """
-        _, _, self._num_kv_heads, self._page_size, self._head_dim = layer.shape
-        self.num_requests = num_requests
-        self.width = width
-        self._rows = rows
-        self._causal = causal
-        self._page_stride = layer.stride(0)
-        self._plane_stride = layer.stride(1)
-        self._group = num_heads // self._num_kv_heads
-        self._units_per_head = units_per_head or units_for(layer.device, self._num_kv_heads)
-        asked = width * self._group
-        self._tile_rows = min(max(triton.next_power_of_2(asked), 16), _MAX_ROWS)
-        self._num_tiles = triton.cdiv(asked, self._tile_rows)
-        self._max_units = num_requests + self._units_per_head
-        padded_rows = self._max_units * self._num_kv_heads * self._num_tiles * self._tile_rows
-        need = padded_rows * (self._head_dim + 1)
-        if scratch.numel() < need:
-            raise ValueError(f"partial results need {need} floats, the scratch has {scratch.numel()}")
-        with torch.inference_mode(False):
-            self._partials, self._weights = scratch[: need - padded_rows], scratch[need - padded_rows : need]
-            self.offsets_T = torch.zeros(num_requests * width, dtype=torch.int64, device=layer.device)
-            self._firsts = torch.zeros(num_requests + 1, dtype=torch.int32, device=layer.device)
-            self._units = torch.zeros((self._max_units, _UNIT_FIELDS), dtype=torch.int32, device=layer.device)
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_requests * self.width
-
-    def prepare(self) -> None:
-        """Read starts and pages: what `write` and `attend` go by until the next call."""
-        rows = self._rows
-        _prepare_kernel[(self.num_requests,)](
-            rows.starts,
-            rows.pages,
-            self.offsets_T,
-            self._firsts,
-            self._units,
-            rows.pages.stride(0),
-            self._page_stride,
-            self.num_requests,
-            self._units_per_head,
-            self._max_units,
-            W=self.width,
-            D=self._head_dim,
-            PAGE=self._page_size,
-            TILE=_TILE,
-            BLOCK_B=triton.next_power_of_2(self.num_requests),
-            BLOCK_W=triton.next_power_of_2(self.width),
-            BLOCK_U=triton.next_power_of_2(self._max_units),
-            FIELDS=_UNIT_FIELDS,
-            num_warps=1,
-        )
-
-    def attend(self, q_THD: Tensor, layer: Tensor, out_THD: Tensor) -> None:
-        """Attend from [T, heads, D], heads adjacent, over a layer's pages; writes all of the contiguous `out_THD`."""
-        _attend_kernel[(self._num_kv_heads, self._max_units, self._num_tiles)](
-            q_THD,
-            out_THD,
-            self._partials,
-            self._weights,
-            layer,
-            self._rows.pages,
-            self._units,
-            q_THD.stride(0),
-            self._rows.pages.stride(0),
-            self._page_stride,
-            self._plane_stride,
-            math.log2(math.e) / math.sqrt(self._head_dim),
-            CAUSAL=self._causal,
-            PAGE=self._page_size,
-            ROWS=self._tile_rows,
-            TILE=_TILE,
-            STAGES=_STAGES,
-            FIELDS=_UNIT_FIELDS,
-            num_warps=4,
-            **self._shape,
-        )
-        rows, parts = self._joined_at_once()
-        _join_kernel[(self.num_requests, self._num_kv_heads, triton.cdiv(self.width * self._group, rows))](
-            out_THD,
-            self._partials,
-            self._weights,
-            self._firsts,
-            self._num_tiles * self._tile_rows,
-            ROWS=rows,
-            PARTS=parts,
-            num_warps=4,
-            **self._shape,
-        )
-
-    @property
-    def _shape(self) -> dict[str, Any]:
-        return {"W": self.width, "G": self._group, "D": self._head_dim}
-
-    def _joined_at_once(self) -> tuple[int, int]:
-        """Rows and parts of a program that joins: single rows of many parts for few requests, and the reverse."""
-        elements = 2048 // self._head_dim
-        rows = min(
-            triton.next_power_of_2(-(-self.num_requests * self._num_kv_heads // 16)), max(elements // 2, 1)
-        )
-        return rows, elements // rows
-
-
-def units_for(device: torch.device, num_kv_heads: int) -> int:
-    """Parts that one kv head's work is cut into, so that all heads' parts keep every multiprocessor busy."""
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(int(_PARTS_PER_MULTIPROCESSOR * multiprocessors) // num_kv_heads, 1)
+_PAGE, _WIDTH = 64, 16
+_BYTES_APART = 1 << 28  # of keys and values that are read before one is read again
 
 
 def main() -> None:
@@ -373,9 +29,13 @@ def main() -> None:
     options = parser.parse_args()
     for batch in options.batches:
         taken_s = attention_s(batch, options.context)
-        kv_bytes = 2 * batch * (options.context + _WIDTH) * KV_HEADS * HEAD_DIM * 2
-        limit_us = kv_bytes / limits.copy_bytes_per_s() * 1e6
+        limit_us = kv_bytes(batch, options.context) / limits.copy_bytes_per_s() * 1e6
         report("block attention of a layer", batch, taken_s * 1e6, "us", limit_us)
+
+
+def kv_bytes(batch: int, context: int) -> int:
+    """Of a layer, in bfloat16."""
+    return 2 * 2 * batch * (context + _WIDTH) * KV_HEADS * HEAD_DIM
 
 
 @torch.inference_mode()
@@ -383,10 +43,12 @@ def attention_s(batch: int, context: int) -> float:
     """Device seconds of a layer of a verify step, captured. Raises ValueError if torch answers otherwise."""
     device = torch.device("cuda")
     num_pages = -(-(context + _WIDTH) // _PAGE)
-    shape = (1 + batch * num_pages, _LAYERS, 2, KV_HEADS, _PAGE, HEAD_DIM)
+    num_layers = max(2, _BYTES_APART // kv_bytes(batch, context))
+    shape = (1 + batch * num_pages, num_layers, 2, KV_HEADS, _PAGE, HEAD_DIM)
     pool = torch.empty(shape, device=device, dtype=torch.bfloat16).normal_()
-    table = (torch.randperm(batch * num_pages, device=device, dtype=torch.int32) + 1).view(batch, num_pages)
-    starts = torch.full((batch,), context, device=device, dtype=torch.int32)
+    rows = torch.empty((batch, 1 + num_pages), device=device, dtype=torch.int32)
+    starts, table = rows[:, 0].fill_(context), rows[:, 1:]
+    table.copy_((torch.randperm(batch * num_pages, device=device) + 1).view(batch, num_pages))
     q = torch.randn(batch * _WIDTH, HEADS, HEAD_DIM, device=device, dtype=torch.bfloat16)
     out = torch.empty_like(q)
     plan = BlockPlan(
@@ -406,9 +68,9 @@ def attention_s(batch: int, context: int) -> float:
         raise ValueError(f"differs from torch by {difference}, {_TOLERANCE} is allowed")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for layer in range(_LAYERS):
+        for layer in range(num_layers):
             plan.attend(q, pool[:, layer], out)
-    return limits.seconds(graph.replay, 20) / _LAYERS
+    return limits.seconds(graph.replay, 20) / num_layers
 
 
 def _by_torch(q_THD: Tensor, pages: Tensor, context: int) -> Tensor:
