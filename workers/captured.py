@@ -66,6 +66,13 @@ class StepParts:
 class _Draft:
     graph: torch.cuda.CUDAGraph
     block: DraftBlock  # of all B rows; its logits lie in the shared buffer
+    plan: BlockPlan  # owns memory that the graph uses
+
+
+@dataclass(frozen=True, slots=True)
+class _Verify:
+    graph: torch.cuda.CUDAGraph
+    plans: tuple[BlockPlan, ...]  # own memory that the graph uses
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +111,7 @@ class CapturedStep:
         self._batches = powers_up_to(parts.max_batch)
         self._widths = powers_up_to(self._max_draft + 1)
         self._drafts: dict[tuple[int, int], _Draft] = {}
-        self._verifies: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
+        self._verifies: dict[tuple[int, int, bool], _Verify] = {}
         self._memory = torch.cuda.graph_pool_handle()
         config, dtype = parts.decoder.config, parts.decoder.dtype
         rows = parts.max_batch * (self._max_draft + 1)
@@ -116,11 +123,11 @@ class CapturedStep:
             self._logits = torch.empty(rows * config.vocab_size, dtype=dtype, device=self._device)
             self._found = torch.zeros(rows + parts.max_batch, dtype=torch.int64, device=self._device)
             self._found_host = torch.zeros(rows + 2 * parts.max_batch, dtype=torch.int64).pin_memory()
-        pages = [
+        target_pages, draft_pages = (
             0 if attention is None else attention.geometry.pages_for(parts.limits.max_positions)
             for attention in (parts.target_attention, parts.draft_attention)
-        ]
-        self._rows = StepRows(parts.max_batch, *pages, self._device)
+        )
+        self._rows = StepRows(parts.max_batch, target_pages, draft_pages, self._device)
         self._began, self._halfway, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(3))
 
     @torch.inference_mode()
@@ -158,7 +165,7 @@ class CapturedStep:
             if not is_greedy:
                 self._choose_drafts(draft.block, choice, live, num_draft)
         self._halfway.record()
-        verify.replay()
+        verify.graph.replay()
         logits_NV = self._logits_of(batch * shape_width, self._parts.decoder.config.vocab_size)
         logits_BWV = logits_NV.view(batch, shape_width, -1)[:live, :width]
         if is_greedy:
@@ -256,7 +263,7 @@ class CapturedStep:
             made = self._drafts[batch, width] = self._capture_draft(batch, width)
         return made
 
-    def _verify(self, batch: int, width: int, drafting: bool) -> torch.cuda.CUDAGraph:
+    def _verify(self, batch: int, width: int, drafting: bool) -> _Verify:
         made = self._verifies.get((batch, width, drafting))
         if made is None:
             made = self._verifies[batch, width, drafting] = self._capture_verify(batch, width, drafting)
@@ -290,9 +297,9 @@ class CapturedStep:
             self._choose_drafts(block, choice, batch, num_draft)
             return block
 
-        return _Draft(*self._capture(body, batch))
+        return _Draft(*self._capture(body, batch), plan)
 
-    def _capture_verify(self, batch: int, width: int, drafting: bool) -> torch.cuda.CUDAGraph:
+    def _capture_verify(self, batch: int, width: int, drafting: bool) -> _Verify:
         parts, attention = self._parts, self._parts.target_attention
         decoder, drafter, draft_attention = parts.decoder, parts.drafter, parts.draft_attention
         shape = {"num_requests": batch, "width": width}
@@ -322,7 +329,8 @@ class CapturedStep:
             found = torch.cat((targets_BW, accept(drafts_BK, targets_BW)[:, None]), dim=1)
             self._found_view(self._found, batch, width).copy_(found)
 
-        return self._capture(body, batch)[0]
+        graph, _ = self._capture(body, batch)
+        return _Verify(graph, (plan,) if context is None else (plan, context))
 
     def _logits_of(self, rows: int, vocab_size: int) -> Tensor:
         """The buffer that both graphs write their logits to, [rows, vocab_size]."""

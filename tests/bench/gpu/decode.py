@@ -100,7 +100,7 @@ def measure(assembly: Assembly, sequences: list[Sequence], shape: Shape, options
     draft = step._drafts[batch, BLOCK]  # type: ignore[attr-defined]
     verify = step._verifies[batch, BLOCK, True]  # type: ignore[attr-defined]
     draft_s = limits.seconds(draft.graph.replay, steps)
-    verify_s = limits.seconds(verify.replay, steps)
+    verify_s = limits.seconds(verify.graph.replay, steps)
     step_s = sorted(loop)[len(loop) // 2]
     run_s = sorted(walls)[len(walls) // 2]
     report("decode: verify", batch, verify_s * 1e3, "ms", verify_floor_s(shape, batch, context) * 1e3)
@@ -110,7 +110,7 @@ def measure(assembly: Assembly, sequences: list[Sequence], shape: Shape, options
     report("decode: step without bookkeeping", batch, run_s * 1e3, "ms", (draft_s + verify_s) * 1e3)
     report("decode gap of step", batch, (step_s - draft_s - verify_s) * 1e3, "ms", step_s * 1e3)
     if options.kernels:
-        report_kernels("verify kernels", batch, verify)
+        report_kernels("verify kernels", batch, verify.graph)
         report_kernels("draft kernels", batch, draft.graph)
 
 

@@ -24,7 +24,7 @@ LAYER = {
     "gate and up": (2 * INNER, HIDDEN),
     "down": (HIDDEN, INNER),
 }
-HEAD = (VOCAB, HIDDEN)
+PRODUCTS = {name: (shape, LAYERS) for name, shape in LAYER.items()} | {"head": ((VOCAB, HIDDEN), 1)}
 _BYTES_APART = 1 << 30  # of weights that are read before one is read again
 
 
@@ -34,7 +34,7 @@ def main() -> None:
     options = parser.parse_args()
     for rows in options.rows:
         total_s, total_limit_s = 0.0, 0.0
-        for name, (shape, count) in {n: (s, LAYERS) for n, s in LAYER.items()} | {"head": (HEAD, 1)}.items():
+        for name, (shape, count) in PRODUCTS.items():
             taken_s, limit_s = product_s(rows, *shape), product_limit_s(rows, *shape)
             total_s, total_limit_s = total_s + count * taken_s, total_limit_s + count * limit_s
             report(f"product: {name}", rows, taken_s * 1e6, "us", limit_s * 1e6)

@@ -20,6 +20,7 @@ from workers.assembly import Models
 from workers.backend import Backend, make_backend
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder, DecoderWeights, LayerWeights
+from workers.models.mlp import DenseMlp
 from workers.pairs import ModelPair
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER = 4096, 32, 8, 128, 12288
@@ -90,8 +91,7 @@ def models(shape: Shape = Shape(), *, drafting: bool = True, dtype: torch.dtype 
             k_norm=ones(HEAD_DIM),
             output=Linear(random(HIDDEN, HEADS * HEAD_DIM)),
             post_attention_norm=ones(HIDDEN),
-            gate_up=Linear(random(2 * INNER, HIDDEN)),
-            down=Linear(random(HIDDEN, INNER)),
+            mlp=DenseMlp(Linear(random(2 * INNER, HIDDEN)), Linear(random(HIDDEN, INNER)), backend.ops),
         )
         for _ in range(shape.num_layers)
     )
