@@ -80,6 +80,9 @@ class TransferBook:
     def hold(self, transfer: TransferId, peer: WorkerEpoch, ttl_s: float) -> None:
         self._sending.hold(transfer, peer, ttl_s)
 
+    def let_go(self, transfer: TransferId) -> int:
+        return self._sending.let_go(transfer)
+
     def open(self, spec: SendSpec) -> None:
         self._sending.open(spec)
 

@@ -92,6 +92,10 @@ class Endpoint:
         with self._lock:
             self._book.hold(transfer, peer, ttl_s)
 
+    def let_go(self, transfer: TransferId) -> int:
+        with self._lock:
+            return self._book.let_go(transfer)
+
     def open(self, spec: SendSpec) -> None:
         with self._lock:
             self._book.open(spec)

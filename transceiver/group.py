@@ -83,10 +83,10 @@ class _Leg:
 class GroupPort:
     """Implements `TransferPort`. `connect`, `disconnect` and `stats` may be called from any thread."""
 
-    def __init__(self, own: TransferPort, others: Sequence[RankPort] = ()) -> None:
-        """`own`: the first rank's; `others`: of those behind it, in order."""
-        self._own = own
-        self._ports: tuple[RankPort, ...] = (own, *others)
+    def __init__(self, ports: Sequence[RankPort], here: TransferPort | None) -> None:
+        """`ports`: of all ranks, in order; `here`: the one of them that is this process's own, if any is."""
+        self._here = here
+        self._ports = tuple(ports)
         packed = [port.hello() for port in self._ports]
         self._hello = wire.encode_group(packed)
         self._ours = tuple(map(wire.decode_hello, packed))
@@ -100,23 +100,35 @@ class GroupPort:
         return self._hello
 
     def connect(self, hello: bytes) -> WorkerEpoch:
-        theirs = admit_worker(self._ours, hello, DEFAULT_STAGING_BYTES)
-        packed = wire.decode_group(hello)
-        pairs = meetings(self._ours[0].fingerprint, len(self._ours), theirs[0].fingerprint, len(theirs))
-        for here, there in pairs:
-            self._ports[here].connect(packed[there])
-        worker = theirs[0].worker
-        self._peers[worker] = theirs
-        return worker
+        ours = self._ours
+        teams = admit_worker(ours, hello, DEFAULT_STAGING_BYTES)
+        for team in teams:
+            first, _ = team[0]
+            for here, there in meetings(ours[0].fingerprint, len(ours), first.fingerprint, len(team)):
+                _, packed = team[there]
+                self._ports[here].connect(packed)
+            self._peers[first.epoch] = tuple(theirs for theirs, _ in team)
+        return teams[0][0][0].worker
 
     def disconnect(self, epoch: WorkerEpoch) -> None:
-        self._peers.pop(epoch, None)
+        for peer in [peer for peer, ranks in self._peers.items() if ranks[0].worker == epoch]:
+            del self._peers[peer]
         for port in self._ports:
             port.disconnect(epoch)
 
     def hold(self, transfer: TransferId, peer: WorkerEpoch, ttl_s: float) -> None:
         legs = self._new_legs(transfer, peer)
         self._begin(transfer, legs, lambda leg: self._ports[leg.rank].hold(leg.name, leg.peer, ttl_s))
+
+    def let_go(self, transfer: TransferId) -> int:
+        """Of ranks that share every transfer none needs this; a rank that keeps requests apart has one port."""
+        if self._here is None:
+            raise UnknownTransfer(transfer)
+        legs = self._legs_of(transfer)
+        attempts = max(self._here.let_go(leg.name) for leg in legs)
+        del self._legs[transfer]
+        self._sending.forget(transfer)
+        return attempts
 
     def open(self, spec: SendSpec) -> None:
         def start(leg: _Leg) -> None:
@@ -177,7 +189,7 @@ class GroupPort:
             expired=self._ends[TerminalState.EXPIRED],
             bytes_target=self._bytes_target,
             bytes_draft=self._bytes_draft,
-            write_s=self._own.stats().write_s,
+            write_s=self._here.stats().write_s if self._here is not None else 0.0,
         )
 
     def check(self) -> None:
@@ -258,8 +270,8 @@ class GroupPort:
         return verdict.events
 
     def _doubt(self, legs: tuple[_Leg, ...], failed: TransferId) -> None:
-        """Another rank may have lost its peer, and cannot refuse: have that peer introduced once more."""
-        lost = {leg.peer for leg in legs if leg.name == failed and leg.rank}
+        """Another process may have lost its peer, and cannot refuse: have that peer introduced once more."""
+        lost = {leg.peer for leg in legs if leg.name == failed and self._ports[leg.rank] is not self._here}
         for worker, ranks in list(self._peers.items()):
             if any(hello.epoch in lost for hello in ranks):
                 del self._peers[worker]

@@ -44,33 +44,41 @@ def admit(ours: Hello, packed: bytes, staging_bytes: int) -> Hello:
     return theirs
 
 
-def admit_worker(ours: Sequence[Hello], packed: bytes, staging_bytes: int) -> tuple[Hello, ...]:
-    """The hellos of all ranks of a peer, if those that ship KV to each other may do so. `ours`: of all our ranks.
+def admit_worker(
+    ours: Sequence[Hello], packed: bytes, staging_bytes: int
+) -> tuple[tuple[tuple[Hello, bytes], ...], ...]:
+    """The ranks of a peer, with their packed hellos, if those that ship KV to each other may do so.
 
-    Raises HandshakeRefused, naming the shapes of both, or WireError for foreign bytes.
+    `ours`: of all our ranks. Ranks that share every transfer are in one team; of ranks that keep requests apart, each
+    is a team of its own. Raises HandshakeRefused, naming the shapes of both, or WireError for foreign bytes.
     """
     try:
         hellos = decode_group(packed)
         theirs = tuple(map(decode_hello, hellos))
     except VersionMismatch as mismatch:
         raise HandshakeRefused([str(mismatch)]) from mismatch
-    shapes = f"{_ranks(len(ours))} here, {_ranks(len(theirs))} at the peer"
+    apart = all(hello.place.size == 1 for hello in theirs)
+    size = 1 if apart else len(theirs)
+    shapes = f"{_ranks(len(ours))} here, {_ranks(size)} at the peer"
     places = [(hello.worker, hello.place.rank, hello.place.size) for hello in theirs]
-    if places != [(theirs[0].epoch, rank, len(theirs)) for rank in range(len(theirs))]:
+    if places != [(theirs[0].epoch, rank % size, size) for rank in range(len(theirs))]:
         raise HandshakeRefused([f"not all ranks of one worker, in their order: {places}", shapes])
     try:
-        pairs = meetings(ours[0].fingerprint, len(ours), theirs[0].fingerprint, len(theirs))
+        pairs = meetings(ours[0].fingerprint, len(ours), theirs[0].fingerprint, size)
     except LayoutRefused as refused:
         raise HandshakeRefused([str(refused), shapes]) from refused
+    each = tuple(zip(theirs, hellos, strict=True))
+    teams = tuple((rank,) for rank in each) if apart else (each,)
     differences: list[str] = []
-    for here, there in pairs:
-        try:
-            admit(ours[here], hellos[there], staging_bytes)
-        except HandshakeRefused as refused:
-            differences += [each for each in refused.differences if each not in differences]
+    for team in teams:
+        for here, there in pairs:
+            try:
+                admit(ours[here], team[there][1], staging_bytes)
+            except HandshakeRefused as refused:
+                differences += [found for found in refused.differences if found not in differences]
     if differences:
-        raise HandshakeRefused([*differences, shapes] if max(len(ours), len(theirs)) > 1 else differences)
-    return theirs
+        raise HandshakeRefused([*differences, shapes] if max(len(ours), size) > 1 else differences)
+    return teams
 
 
 def compare_fingerprints(ours: Fingerprint, theirs: Fingerprint) -> list[str]:

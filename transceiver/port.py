@@ -29,13 +29,19 @@ which is how a device reports that a computation failed, ends the transfer as FA
 
 
 class PageLists(Protocol):
-    """A request's pages in both pools, in position order; look-ahead pages may follow the prompt's."""
+    """A request's pages in both pools, in position order; look-ahead pages may follow the prompt's.
+
+    `rank`: whose pools, of a worker whose ranks keep requests apart; 0 where all ranks share every page.
+    """
 
     @property
     def target(self) -> tuple[PageId, ...]: ...
 
     @property
     def draft(self) -> tuple[PageId, ...]: ...
+
+    @property
+    def rank(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,7 @@ class Pages:
 
     target: tuple[PageId, ...]
     draft: tuple[PageId, ...] = ()
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +60,7 @@ class SendSpec:
     Of a drafter with a window the page lists begin with the page of the window's first position.
 
     `ttl_s` bounds it from the next poll on. `ship_draft` False leaves the peer's draft pages as they are.
+    `first_attempt`: what `let_go` returned, of a transfer that another port held.
     """
 
     transfer: TransferId
@@ -62,6 +70,7 @@ class SendSpec:
     destination: PageLists
     ttl_s: float
     ship_draft: bool = True
+    first_attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +168,13 @@ class TransferPort(Protocol):
         """This worker will send it later: keep the receiver's lease alive until `open` or `abort`.
 
         `Broke` tells when the receiver no longer wants it. Raises UnknownPeer, DuplicateTransfer.
+        """
+        ...
+
+    def let_go(self, transfer: TransferId) -> int:
+        """Another port of this worker opens what is held here: say no more of it. Returns what it needs to go on.
+
+        Raises DuplicateTransfer for a hold that has ended.
         """
         ...
 

@@ -108,6 +108,9 @@ class Pump:
         self._endpoint.hold(transfer, peer, ttl_s)
         self._woken()
 
+    def let_go(self, transfer: TransferId) -> int:
+        return self._endpoint.let_go(transfer)
+
     def open(self, spec: SendSpec) -> None:
         self._endpoint.open(spec)
         self._woken()

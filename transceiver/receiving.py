@@ -264,7 +264,7 @@ class Receiving:
         closed = self._records.closed.get(_key(transfer)) or self._records.closed.get(
             _key(whole_of(transfer))
         )
-        if closed is None and self._ours.place.rank:
+        if closed is None and self._ours.follows:
             return  # this worker's first rank, which does know, may be about to tell
         if closed is None or closed.peer not in (None, source):
             self._records.answer(source, wire.Refuse(transfer, "not expected here"))

@@ -74,6 +74,7 @@ class _Open(msgspec.Struct, frozen=True, array_like=True, tag=True):
     destination: tuple[tuple[PageId, ...], tuple[PageId, ...]]
     ttl_s: float
     ship_draft: bool
+    first_attempt: int
 
 
 class _Push(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -209,7 +210,16 @@ class RemotePort:
             (tuple(pages.target), tuple(pages.draft)) for pages in (spec.source, spec.destination)
         )
         self._order(
-            _Open(spec.transfer, spec.peer, spec.num_tokens, source, destination, spec.ttl_s, spec.ship_draft)
+            _Open(
+                spec.transfer,
+                spec.peer,
+                spec.num_tokens,
+                source,
+                destination,
+                spec.ttl_s,
+                spec.ship_draft,
+                spec.first_attempt,
+            )
         )
 
     def push(self, transfer: TransferId, end_position: int, ready: Ready | None = None) -> None:
@@ -401,4 +411,5 @@ def _send_spec(order: _Open) -> SendSpec:
         destination=Pages(*order.destination),
         ttl_s=order.ttl_s,
         ship_draft=order.ship_draft,
+        first_attempt=order.first_attempt,
     )

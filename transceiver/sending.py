@@ -121,6 +121,11 @@ class Sending:
             raise UnknownPeer(peer, transfer)
         self._held.hold(transfer, peer, ttl_s)
 
+    def let_go(self, transfer: TransferId) -> int:
+        if transfer not in self._held:
+            raise DuplicateTransfer(transfer)
+        return self._held.take(transfer)
+
     def open(self, spec: SendSpec) -> None:
         if spec.transfer in self._open or _key(spec.transfer) in self._records.closed:
             raise DuplicateTransfer(spec.transfer)
@@ -136,7 +141,8 @@ class Sending:
             destination=spec.destination,
             ship_draft=spec.ship_draft,
         )
-        self._open[spec.transfer] = _Sending(spec, found, self._held.take(spec.transfer))
+        first_attempt = max(self._held.take(spec.transfer), spec.first_attempt)
+        self._open[spec.transfer] = _Sending(spec, found, first_attempt)
         pages = {lane.pool: lane.destination for lane in found}
         opening = wire.Open(
             transfer=spec.transfer,

@@ -114,7 +114,10 @@ class Pools(msgspec.Struct, frozen=True):
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Which rank of how many this is of its worker, which all know by the epoch `worker`; None: by the rank's own."""
+    """Which rank of how many this is of its worker, which all know by the epoch `worker`; None: by the rank's own.
+
+    Ranks that keep requests apart share no page: each is the only one of its transfers.
+    """
 
     rank: int = 0
     size: int = 1
@@ -141,6 +144,11 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def worker(self) -> WorkerEpoch:
         return self.place.worker or self.epoch
+
+    @property
+    def follows(self) -> bool:
+        """Whether another rank of its worker schedules."""
+        return self.worker != self.epoch
 
 
 class Handoff(msgspec.Struct, frozen=True, kw_only=True):
@@ -306,6 +314,11 @@ def decode_group(data: bytes) -> tuple[bytes, ...]:
     if len(hellos) < 2:
         raise WireError(f"a group of {len(hellos)} ranks")
     return hellos
+
+
+def epochs(packed: bytes) -> frozenset[WorkerEpoch]:
+    """The epochs of all ranks of a worker's introduction. Raises VersionMismatch first, else WireError."""
+    return frozenset(decode_hello(hello).epoch for hello in decode_group(packed))
 
 
 def _payload(data: bytes, magic: bytes = MAGIC) -> bytes:

@@ -28,6 +28,7 @@ from kvmanager.ledger import KvLedger
 from kvmanager.ledgers import DividedLedger, Ledger
 from kvmanager.manager import BatchLimits
 from transceiver.annex import DEFAULT_STAGING_BYTES
+from transceiver.apart import ApartPort
 from transceiver.endpoint import Identity
 from transceiver.group import GroupPort
 from transceiver.port import TransferPort
@@ -258,11 +259,6 @@ def lay_ground(config: WorkerConfig, models: Models) -> Ground:
 def build(config: WorkerConfig, models: Models, make_port: MakePort | None = None) -> Assembly:
     """Everything but loading: the same models may serve several assemblies in one process."""
     decoder, drafter = models.decoder, models.drafter
-    if models.attention_dp and config.role != "aggregated":
-        raise ModelMismatch(
-            f"a {config.role} worker cannot divide its requests among ranks (attention_dp) yet: aggregated ones can",
-            field="role",
-        )
     ground = lay_ground(config, models)
     demand, plan, memory = ground.demand, ground.plan, ground.memory
     max_seq_len, lookahead = demand.limits.max_seq_len, demand.limits.lookahead
@@ -306,12 +302,18 @@ def build(config: WorkerConfig, models: Models, make_port: MakePort | None = Non
         admission=config.admission,
         growth_tokens=_whole_pages(lookahead, config.page_size),
     )
-    port: TransferPort | None = None
+    port: GroupPort | ApartPort | None = None
     engine: Engine
     if own is None:
         engine = AggregatedEngine(runner=runner, decode=decode, ledger=ledger, limits=engine_limits)
     else:
-        port = GroupPort(own, _others(streams, lead))
+        others = _others(streams, lead)
+        epochs: tuple[WorkerEpoch, ...] = (epoch,)
+        if models.attention_dp:
+            port = ApartPort([GroupPort([own], own), *(GroupPort([other], None) for other in others)])
+            epochs = port.epochs
+        else:
+            port = GroupPort([own, *others], own)
         if config.role == "context":
             engine = ContextEngine(
                 runner=runner, decode=decode, ledger=ledger, limits=engine_limits, port=port
@@ -323,7 +325,7 @@ def build(config: WorkerConfig, models: Models, make_port: MakePort | None = Non
                 ledger=ledger,
                 limits=engine_limits,
                 port=port,
-                epoch=epoch,
+                epochs=epochs,
                 new_id=lambda: uuid.uuid4().hex,
             )
     facts = WorkerFacts(
@@ -509,11 +511,12 @@ def rank_identity(
 ) -> Identity:
     """Who this rank is to its peers: the first rank of a worker has the worker's own epoch, another one of its own."""
     ranks = models.decoder.ranks
+    alone = models.ranks is None or models.ranks.size == 1
     return Identity(
         epoch or WorkerEpoch(uuid.uuid4().hex),
         config.role,
         _fingerprint(config, models, demand),
-        Place(ranks.rank, ranks.size, worker if ranks.size > 1 else None),
+        Place(ranks.rank, ranks.size, None if alone else worker),
     )
 
 

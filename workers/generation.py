@@ -28,6 +28,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from kvmanager.errors import PoolExhausted, SlotsExhausted
@@ -61,7 +62,10 @@ class _GenerationJob:
 
 
 class GenerationEngine:
-    """Reservations, landings and continuous decoding. `new_id` names transfers, never the client."""
+    """Reservations, landings and continuous decoding. `new_id` names transfers, never the client.
+
+    `epochs`: by which whoever ships knows each rank that keeps requests of its own; one, when all share them.
+    """
 
     def __init__(
         self,
@@ -71,7 +75,7 @@ class GenerationEngine:
         ledger: Ledger,
         limits: EngineLimits,
         port: TransferPort,
-        epoch: WorkerEpoch,
+        epochs: Items[WorkerEpoch],
         new_id: Callable[[], str],
     ) -> None:
         self.ledger = ledger
@@ -82,7 +86,7 @@ class GenerationEngine:
         self._reuse = PrefixReuse(ledger, limits)
         self._growth = PageGrowth(ledger, limits)
         self._port = port
-        self._epoch = epoch
+        self._epochs = tuple(epochs)
         self._new_id = new_id
         self._waiting: deque[_GenerationJob] = deque()  # oldest first
         self._transfers: dict[TransferId, _GenerationJob] = {}
@@ -300,7 +304,7 @@ class GenerationEngine:
         self._transfers[job.transfer] = job
         return Reservation(
             transfer_id=job.transfer,
-            generation_epoch=self._epoch,
+            generation_epoch=self._epochs[pages.rank],
             target_pages=pages.target,
             draft_pages=pages.draft,
             first_position=first_position,

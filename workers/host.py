@@ -24,6 +24,7 @@ import torch
 
 from kvmanager.ids import RequestId, WorkerEpoch
 from transceiver.errors import HandshakeRefused
+from transceiver.wire import epochs
 from workers.aggregated import AggregatedEngine
 from workers.assembly import Assembly, assemble
 from workers.config import WorkerConfig
@@ -69,7 +70,7 @@ class EngineHost:
         self._commands: queue.SimpleQueue[Callable[[float], None]] = queue.SimpleQueue()
         self._futures: dict[RequestId, Future[Any]] = {}
         self._sink: Callable[[TokenFrame], None] | None = None
-        self._peers: set[WorkerEpoch] = set()
+        self._peers: dict[WorkerEpoch, frozenset[WorkerEpoch]] = {}  # the epochs of each one's ranks
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopping = threading.Event()
         self._failure: str | None = None
@@ -177,12 +178,12 @@ class EngineHost:
             epoch = port.connect(hello)
         except HandshakeRefused as refused:
             raise HandshakeFailed(str(refused)) from refused
-        self._peers.add(epoch)
+        self._peers[epoch] = epochs(hello)
         return epoch
 
     def disconnect(self, epoch: WorkerEpoch) -> None:
         """A peer is gone for good: every transfer with it breaks now. Idempotent; a stranger changes nothing."""
-        self._peers.discard(epoch)
+        self._peers.pop(epoch, None)
         if self._assembly.port is not None:
             self._assembly.port.disconnect(epoch)
 
@@ -284,9 +285,10 @@ class EngineHost:
             _settle(future, answer)
 
     def _expect_peer(self, request: PrefillRequest | ShipRequest) -> None:
-        if request.reservation.generation_epoch not in self._peers:
+        epoch = request.reservation.generation_epoch
+        if not any(epoch in ranks for ranks in list(self._peers.values())):
             raise PeerUnknown(
-                f"no handshake yet with generation worker {request.reservation.generation_epoch}: connect first",
+                f"no handshake yet with generation worker {epoch}: connect first",
                 request_id=request.request_id,
             )
 

@@ -9,7 +9,7 @@ from tests.transceiver.small_worker import Clock, SmallWorker, handoff, pages
 from transceiver import wire
 from transceiver.errors import DuplicateTransfer, UnknownPeer
 from transceiver.loopback import LoopbackHub
-from transceiver.port import Broke, Delivered, Landed, TransferEvent
+from transceiver.port import Broke, Delivered, Landed, SendSpec, TransferEvent
 from transceiver.records import Timing
 from transceiver.wire import TerminalState
 
@@ -195,3 +195,35 @@ def test_a_held_transfer_ends_when_its_peer_is_gone_and_leaves_nothing() -> None
     assert ended(link.alone(link.sender, 0.1), TerminalState.FAILED, "worker receiver is gone")
     link.alone(link.sender, 6.0)
     assert link.sender.endpoint.urgency == 0
+
+
+@pytest.mark.parametrize("attempts_known", [True, False])
+def test_what_one_rank_s_port_held_another_s_opens_and_the_lease_goes_on(attempts_known: bool) -> None:
+    """Words to the receiver are numbered, so that a late one stretches no lease: who goes on must go on counting."""
+    link = Link()
+    other = SmallWorker.on(link.hub, "other", fill_seed=2, timing=TIMING)
+    other.endpoint.connect(link.receiver.endpoint.hello())
+    clock = Clock(link.sender, link.receiver, other)
+    link.expect()
+    link.hold()
+    clock.run(5.0)
+    attempts = link.sender.endpoint.let_go(T)
+    with pytest.raises(DuplicateTransfer):
+        link.sender.endpoint.let_go(T)
+    other.endpoint.open(
+        SendSpec(
+            transfer=T,
+            peer=link.receiver.epoch,
+            num_tokens=10,
+            source=pages(1, 2, 3),
+            destination=pages(11, 12, 13),
+            ttl_s=60.0,
+            first_attempt=attempts if attempts_known else 0,
+        )
+    )
+    seen = clock.run(3.0)
+    assert (seen[link.receiver.epoch] == []) == attempts_known
+    if attempts_known:
+        other.endpoint.finish(T, handoff(10))
+        assert [type(event) for event in clock.run(0.2)[link.receiver.epoch]] == [Landed]
+        assert link.receiver.memory.holds((11, 12, 13), other.memory, (1, 2, 3))

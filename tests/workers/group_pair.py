@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 
 from kvmanager.ids import RequestId
-from tests.workers.group_of_threads import LoadRank, group
+from tests.workers.group_of_threads import group
 from tests.workers.split_pair import TICK_S, SplitPair
 from transceiver.endpoint import Identity
 from transceiver.loopback import LoopbackTransport
 from transceiver.port import TransferPort
 from transceiver.pump import Pump
 from transceiver.wire import Pools
+from workers.assembly import Models
 from workers.config import WorkerConfig
 from workers.context import ContextEngine
 from workers.generation import GenerationEngine
+from workers.group.ranks import GroupRanks
 from workers.request import Role, SamplingParams
 
 PAUSE_S = 0.001
+
+LoadRank = Callable[[WorkerConfig, GroupRanks], Models]
 
 
 class GroupPair(SplitPair):
@@ -37,7 +43,8 @@ class GroupPair(SplitPair):
         return Pump(identity, pools, lambda: LoopbackTransport(self.hub, identity.epoch, pools))
 
     def _start(self, role: Role) -> None:
-        running = group(self._sizes[role], self._load, self._configs[role], make_port=self._port)
+        config = self._configs[role]
+        running = group(self._sizes[role], partial(self._load, config), config, make_port=self._port)
         self._assemblies[role] = assembly = self._groups.enter_context(running)
         if isinstance(assembly.engine, ContextEngine):
             self.context = assembly.engine

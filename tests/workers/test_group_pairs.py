@@ -12,6 +12,7 @@ from tests.workers.group_pair import GroupPair
 from tests.workers.random_pair import VOCAB, dflash2, load_pair, write_random_pair
 from tests.workers.split_pair import config, run_aggregated
 from workers.assembly import Models
+from workers.config import WorkerConfig
 from workers.group.ranks import GroupRanks
 from workers.pairs import ModelPair
 from workers.request import SamplingParams
@@ -55,7 +56,7 @@ def test_unequal_groups_answer_as_one_worker_does(tmp_path: Path, sizes: tuple[i
     pair = write_pair(tmp_path)
     golden = run_aggregated(load_pair(pair), PROMPTS, SAMPLED, **SMALL)
 
-    def load(ranks: GroupRanks) -> Models:
+    def load(_: WorkerConfig, ranks: GroupRanks) -> Models:
         return load_pair(pair, ranks if ranks.size > 1 else None)
 
     groups = GroupPair(load, sizes, config("context", **SMALL), config("generation", **SMALL))

@@ -100,7 +100,7 @@ def test_s04_pages_of_an_aborted_request_return_although_its_writer_died_before_
     pair = pair_of(random_models)
     a = pair.ask(PROMPTS[0], ANSWER, ttl_s=60.0)
     tick_until_granted(pair, a)
-    while not pair.generation._port._own._book._receiving.granted:  # type: ignore[attr-defined]
+    while not pair.generation._port._here._book._receiving.granted:  # type: ignore[attr-defined]
         pair.tick()
     pair.generation.cancel(a)
     pair.restart("context", told=False)
