@@ -192,7 +192,6 @@ def test_several_choices_and_stop_strings(
 @pytest.mark.parametrize(
     ("more", "field"),
     [
-        ({"extra_body": {"min_tokens": 4}}, "min_tokens"),
         ({"response_format": {"type": "json_object"}}, "json_schema"),
         ({"max_tokens": 100_000}, "max_tokens"),
     ],
@@ -203,6 +202,19 @@ def test_what_is_not_supported_is_refused_by_name(
     with pytest.raises(openai.BadRequestError, match=field):
         chat(theirs, pair, "Why is the sky blue?", **more)
     wait_until_empty(served, 10.0)  # long before a lease is over
+
+
+def test_a_least_number_of_tokens_that_one_leg_does_not_hear_of_is_refused(
+    served: Served, theirs: openai.OpenAI, pair: str
+) -> None:
+    """smg tells the decoding leg alone of `min_tokens`, and of a chat's neither."""
+    asked: dict[str, Any] = {"model": pair, "prompt": "Hi", "max_tokens": 8, "temperature": 0.0}
+    with pytest.raises(openai.BadRequestError, match="min_tokens"):
+        theirs.completions.create(**asked, extra_body={"min_tokens": 4})
+    answer = theirs.completions.create(**asked, extra_body={"min_tokens": 4, "ignore_eos": True})
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 8
+    wait_until_empty(served, 10.0)
 
 
 def test_clients_that_leave_at_any_moment_leave_no_page_and_no_slot(
