@@ -1,13 +1,15 @@
-"""A stand-in for Kubernetes' API server: enough of it for helm to install, upgrade, roll back and uninstall.
+"""A stand-in for Kubernetes' API server: enough of it for helm to install, test, upgrade, roll back and uninstall.
 
-It keeps objects by their path, in memory, and answers discovery, create, read, list by labels, merge and apply patches,
-replace and delete. It validates nothing and runs nothing: it shows what helm does with the chart's objects, not that
-Kubernetes would take them. Objects of the kinds in `refused` are answered as a webhook would.
+It keeps objects by their path, in memory, and answers discovery, create, read, list by labels, watch, merge and apply
+patches, replace and delete. It validates nothing and runs nothing: it shows what helm does with the chart's objects,
+not that Kubernetes would take them. Objects of the kinds in `refused` are answered as a webhook would, and every pod
+has ended, in `pod_phase`, when it is created.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import re
 import threading
@@ -28,13 +30,15 @@ RESOURCES = [
     ),
     ("apps/v1", "deployments", "Deployment", True),
     ("policy/v1", "poddisruptionbudgets", "PodDisruptionBudget", True),
+    ("autoscaling/v2", "horizontalpodautoscalers", "HorizontalPodAutoscaler", True),
     ("networking.k8s.io/v1", "networkpolicies", "NetworkPolicy", True),
     ("monitoring.coreos.com/v1", "servicemonitors", "ServiceMonitor", True),
+    ("apiextensions.k8s.io/v1", "customresourcedefinitions", "CustomResourceDefinition", False),
     ("ray.io/v1", "rayclusters", "RayCluster", True),
     ("ray.io/v1", "rayjobs", "RayJob", True),
 ]
 _PATH = re.compile(
-    r"^/(?:api|apis)/(?P<api>v1|[\w.]+/v1)(?:/namespaces/(?P<namespace>[^/]+))?/(?P<plural>\w+)(?:/(?P<name>[^/]+))?$"
+    r"^/(?:api|apis)/(?P<api>v1|[\w.]+/v\d)(?:/namespaces/(?P<namespace>[^/]+))?/(?P<plural>\w+)(?:/(?P<name>[^/]+))?$"
 )
 
 
@@ -44,8 +48,11 @@ class ApiServer:
     def __init__(self) -> None:
         self.objects: dict[tuple[str, str], Object] = {}
         self.refused: set[str] = set()
+        self.pod_phase = "Succeeded"
         self.version = 0
-        self.lock = threading.Lock()
+        self.events: list[tuple[str, Object]] = []  # (plural, as a watch tells it), never forgotten
+        self.changed = threading.Condition()
+        self.closed = False
         owner = self
 
         class Handler(_Handler):
@@ -58,6 +65,9 @@ class ApiServer:
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def close(self) -> None:
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -79,6 +89,11 @@ class ApiServer:
         )
         return path
 
+    def tell(self, plural: str, kind: str, made: Object) -> None:
+        """An event for who watches. Call it with `changed` held."""
+        self.events.append((plural, {"type": kind, "object": made}))
+        self.changed.notify_all()
+
     def names(self, *, but: str = "") -> set[str]:
         """ "plural/name" of all objects, without those of the plural `but`."""
         return {f"{plural}/{name}" for plural, name in self.objects if plural != but}
@@ -93,6 +108,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         url = urllib.parse.urlsplit(self.path)
+        if url.path == "/openapi/v2":  # likewise: an empty document, in protobuf
+            return self._send(b"", "application/octet-stream", 200)
         found = self._discovery(url.path)
         if found is not None:
             return self._answer(found)
@@ -105,8 +122,10 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._refuse(404, "NotFound", f'{match["plural"]} "{match["name"]}" not found')
             return self._answer(made)
         query = urllib.parse.parse_qs(url.query)
-        wanted = [part.split("=") for part in query.get("labelSelector", [""])[0].split(",") if part]
         kind = next(kind for _, plural, kind, _ in RESOURCES if plural == match["plural"])
+        if "watch" in query:
+            return self._watch(match["plural"], {"apiVersion": match["api"], "kind": kind})
+        wanted = [part.split("=") for part in query.get("labelSelector", [""])[0].split(",") if part]
         items = [
             made
             for (plural, _), made in self.server_state.objects.items()
@@ -153,38 +172,74 @@ class _Handler(BaseHTTPRequestHandler):
         match = _PATH.match(urllib.parse.urlsplit(self.path).path)
         assert match is not None
         self._raw_body()
-        with self.server_state.lock:
-            made = self.server_state.objects.pop((match["plural"], match["name"]), None)
+        state = self.server_state
+        with state.changed:
+            made = state.objects.pop((match["plural"], match["name"]), None)
+            if made is not None:
+                state.tell(match["plural"], "DELETED", made)
         if made is None:
             return self._refuse(404, "NotFound", f'{match["plural"]} "{match["name"]}" not found')
         return self._answer({"apiVersion": "v1", "kind": "Status", "status": "Success"})
 
     def _keep(self, key: tuple[str, str], made: Object, code: int) -> None:
         state = self.server_state
-        with state.lock:
+        with state.changed:
             state.version += 1
             metadata = made.setdefault("metadata", {})
             metadata.setdefault("namespace", "default")
             metadata["resourceVersion"] = str(state.version)
             metadata.setdefault("uid", f"uid-{state.version}")
             metadata.setdefault("creationTimestamp", "2026-01-01T00:00:00Z")
+            if made["kind"] == "Pod":
+                made["status"] = {"phase": state.pod_phase}
+            state.tell(key[0], "MODIFIED" if key in state.objects else "ADDED", made)
             state.objects[key] = made
         self._answer(made, code)
+
+    def _watch(self, plural: str, kind: Object) -> None:
+        """The objects that there are, a bookmark behind them, then each change, until the client or the server goes."""
+        self.close_connection = True
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        state = self.server_state
+        with state.changed:
+            told = len(state.events)
+            found = [made for (its, _), made in state.objects.items() if its == plural]
+            here = {
+                "resourceVersion": str(state.version),
+                "annotations": {"k8s.io/initial-events-end": "true"},
+            }
+        with contextlib.suppress(ConnectionError):
+            self._tell([{"type": "ADDED", "object": made} for made in found])
+            self._tell([{"type": "BOOKMARK", "object": {**kind, "metadata": here}}])
+            while not state.closed:
+                with state.changed:
+                    if len(state.events) == told:
+                        state.changed.wait(timeout=1.0)
+                    news, told = state.events[told:], len(state.events)
+                self._tell([event for its, event in news if its == plural])
+
+    def _tell(self, events: list[Object]) -> None:
+        self.wfile.write(b"".join(json.dumps(event).encode() + b"\n" for event in events))
 
     def _discovery(self, path: str) -> Object | None:
         groups: dict[str, str] = {api.split("/")[0]: api for api, *_ in RESOURCES if "/" in api}
         if path == "/version":
             return {"major": "1", "minor": "33", "gitVersion": "v1.33.0"}
+        if path == "/openapi/v3":
+            return {"paths": {}}  # no kind is described here, so helm validates none
         if path == "/api":
             return {"kind": "APIVersions", "versions": ["v1"]}
         if path == "/apis":
             found = [
                 {
                     "name": group,
-                    "versions": [{"groupVersion": api, "version": "v1"}],
-                    "preferredVersion": {"groupVersion": api, "version": "v1"},
+                    "versions": [version],
+                    "preferredVersion": version,
                 }
                 for group, api in groups.items()
+                for version in [{"groupVersion": api, "version": api.partition("/")[2]}]
             ]
             return {"kind": "APIGroupList", "apiVersion": "v1", "groups": found}
         served = path.removeprefix("/apis/") if path.startswith("/apis/") else path.removeprefix("/api/")
@@ -220,9 +275,11 @@ class _Handler(BaseHTTPRequestHandler):
         return found
 
     def _answer(self, body: Object, code: int = 200) -> None:
-        data = json.dumps(body).encode()
+        self._send(json.dumps(body).encode(), "application/json", code)
+
+    def _send(self, data: bytes, kind: str, code: int) -> None:
         self.send_response(code)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)

@@ -105,6 +105,26 @@ def test_renders_change_only_on_purpose(name: str) -> None:
         ("cpusPerWorker=0", "at '/cpusPerWorker'"),
         ("gpusPerWorker=-1", "at '/gpusPerWorker'"),
         ("networkPolicy.operator[0]=nobody", "at '/networkPolicy/operator/0': got string, want object"),
+        ("fullnameOverride=1slip", "at '/fullnameOverride': '1slip' does not match pattern"),
+        (
+            "nameOverride=a-name-that-would-not-fit-the-operators",
+            "at '/nameOverride': maxLength: got 39, want 38",
+        ),
+        (
+            "model.pair=/models/a:/models/b",
+            "below model.mountPath, where nothing is mounted: set model.volume",
+        ),
+        ("model.volume.hostPath.path=/x", 'model.pair "smollm2" names nothing below it'),
+        ("gateway.tls.clientCaKey=ca.crt", "gateway.tls.clientCaKey needs gateway.tls.existingSecret"),
+        ("gateway.service.grpcPort=8000", "grpcPort and httpPort must differ, got 8000 twice"),
+        ("monitoring.port=8265", "monitoring.port 8265 is taken in the pods"),
+        ("config.otel_endpoint=http://otel:4317", "name it in networkPolicy.egress"),
+        ("cpusPerWorker=4", "context: a worker takes cpusPerWorker 4, and Ray sees 2 in its pod"),
+        (
+            "cpusPerWorker=4,context.resources.requests.cpu=3500m,generation.resources.limits.cpu=1500m",
+            "generation: a worker takes cpusPerWorker 4, and Ray sees 2 in its pod",
+        ),
+        ("context.labels.slipstream/role=x", "context.labels: the label slipstream/role is the chart's own"),
         ("context.replicas=2", "context: minReplicas <= replicas <= maxReplicas must hold, got 1, 2, 1"),
     ],
 )
@@ -112,6 +132,35 @@ def test_wrong_values_are_refused_with_their_place(setting: str, complaint: str)
     done = helm("template", "slip", str(CHART), "--set", setting)
     assert done.returncode != 0
     assert complaint in done.stderr
+
+
+def test_a_release_name_that_the_operator_would_refuse_is_refused_here() -> None:
+    done = helm("template", "2.slip", str(CHART))
+    assert done.returncode != 0
+    assert 'objects would be named "2.slip-slipstream"' in done.stderr
+    job = one(render("--set", f"gateway.kind=RayJob,fullnameOverride={'a' * 38}"), "RayJob")
+    assert len(job["metadata"]["name"]) == 47  # the most that KubeRay takes
+
+
+def test_what_the_network_policy_lets_out_is_what_is_named() -> None:
+    def rules(*arguments: str) -> list[Object]:
+        found: list[Object] = one(render(*arguments), "NetworkPolicy", "slipstream")["spec"]["egress"]
+        return found
+
+    collector = {"to": [{"namespaceSelector": {}}], "ports": [{"port": 4317}]}
+    named = rules(
+        *("--set", "config.otel_endpoint=http://otel:4317"),
+        *("--set-json", f"networkPolicy.egress=[{json.dumps(collector)}]"),
+    )
+    assert named == [*rules(), collector]
+
+
+def test_clear_text_http2_is_promised_to_proxies_only_without_tls() -> None:
+    def protocol(*arguments: str) -> object:
+        return one(render(*arguments), "Service", "slipstream")["spec"]["ports"][0].get("appProtocol")
+
+    assert protocol() == "kubernetes.io/h2c"
+    assert protocol("--set", "gateway.tls.existingSecret=c") is None
 
 
 def test_the_schema_forbids_unknown_keys_everywhere_but_in_kubernetes_own_objects() -> None:

@@ -1,4 +1,4 @@
-"""A release's life with the real helm, against a stand-in API server: install, upgrade, roll back, uninstall."""
+"""A release's life with the real helm, against a stand-in API server: install, test, upgrade, roll back, uninstall."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Protocol
 import pytest
 
 from tests.deploy.api_server import ApiServer
-from tests.deploy.charts import CHART, example, helm
+from tests.deploy.charts import CHART, EXAMPLES, example, helm, render
 
 
 class Helm(Protocol):
@@ -41,8 +41,8 @@ def good(done: subprocess.CompletedProcess[str]) -> str:
     return done.stdout
 
 
-INSTALL = ("install", "slip", str(CHART), *example("laptop"), "--disable-openapi-validation")
-UPGRADE = ("upgrade", "slip", str(CHART), *example("laptop"), "--disable-openapi-validation")
+INSTALL = ("install", "slip", str(CHART), *example("laptop"))
+UPGRADE = ("upgrade", "slip", str(CHART), *example("laptop"))
 
 
 def test_a_release_from_install_to_uninstall(api: ApiServer, run: Helm) -> None:
@@ -70,6 +70,26 @@ def test_a_release_from_install_to_uninstall(api: ApiServer, run: Helm) -> None:
 
     good(run("uninstall", "slip"))
     assert api.names() == set()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_example_is_installed_whole_and_removed_whole(name: str, api: ApiServer, run: Helm) -> None:
+    good(run("install", "slip", str(CHART), *example(name)))
+    installed = {made["metadata"]["name"] for made in api.objects.values() if made["kind"] != "Secret"}
+    rendered = {made["metadata"]["name"] for made in render(*example(name)) if made["kind"] != "Pod"}
+    assert installed == rendered
+    good(run("uninstall", "slip"))
+    assert api.names() == set()
+
+
+def test_a_releases_test_is_a_pod_whose_end_is_its_result(api: ApiServer, run: Helm) -> None:
+    good(run(*INSTALL))
+    assert "Phase:          Succeeded" in good(run("test", "slip", "--timeout", "20s"))
+    assert "pods/slip-slipstream-test-generate" not in api.names()
+    api.pod_phase = "Failed"
+    failed = run("test", "slip", "--timeout", "20s")
+    assert failed.returncode != 0
+    assert "pod slip-slipstream-test-generate failed" in failed.stderr
 
 
 def test_a_refused_upgrade_leaves_the_release_as_it_was_when_it_is_rolled_back(
