@@ -16,12 +16,12 @@ import time
 from collections.abc import AsyncIterator, Callable
 
 from cluster.config import ClusterConfig
-from cluster.doors import Addresses, Doors
+from cluster.doors import Addresses, Doors, check_doors
 from cluster.fleet import Report
 from cluster.gateway import Gateway
 from cluster.membership import NotReady
 from cluster.registry import Roster, follow
-from cluster.serve import check_doors, follow_health, load_tokenizer, make_gateway
+from cluster.serve import follow_health, load_tokenizer, make_gateway
 from cluster.stopping import Stopped, stop_signal, unless
 
 _READY_POLL_S = 0.02

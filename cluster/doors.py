@@ -7,7 +7,9 @@ reaches. The HTTP door serves them too, under the rules of all its other paths.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import socket
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +21,18 @@ from cluster.access import TokenFileError
 from cluster.config import ClusterConfig, ConfigError
 from cluster.gateway import Gateway
 from cluster.http_door import HttpDoor, Operations, make_app, openai_routes
-from cluster.security import TlsFiles, TokenFile
+from cluster.security import TlsFileError, TlsFiles, TokenFile
 from cluster.service import Door
 
 if TYPE_CHECKING:
     from cluster.vllm.service import EngineDoor
+
+_LARGEST_PORT = 65535
+_REMEDIES = {
+    errno.EADDRINUSE: "another process listens there, perhaps another Slipstream: end it, or choose another port",
+    errno.EADDRNOTAVAIL: "this machine has no such address; 0.0.0.0 stands for all that it has",
+    errno.EACCES: "ports under 1024 are for root: choose a higher one",
+}
 
 
 @dataclass(frozen=True)
@@ -47,8 +56,7 @@ class Doors:
     def __init__(self, config: ClusterConfig, gateway: Gateway, collectors: Iterable[Collector] = ()) -> None:
         self._config = config
         with _config_errors():
-            tokens = TokenFile(Path(config.token_file)) if config.token_file else None
-            tls = _tls_files(config)
+            tokens, tls = _guards(config)
             self._grpc = Door(gateway, tokens=tokens, tls=tls)
         operations = Operations(gateway, collectors)
         routes = [*openai_routes(gateway, lambda: os.urandom(16).hex()), *operations.routes()]
@@ -97,6 +105,48 @@ def _engine_doors(config: ClusterConfig, gateway: Gateway) -> dict[str, EngineDo
     return doors
 
 
+def check_doors(config: ClusterConfig) -> None:
+    """What would keep the doors from opening, before anything is started. Raises OSError or ConfigError."""
+    check_addresses(config)
+    with _config_errors():
+        _, tls = _guards(config)
+        if tls is not None:
+            tls.check()
+
+
+def check_addresses(config: ClusterConfig) -> None:
+    """Raise OSError for an address of the configuration that cannot be listened on, or that stands there twice."""
+    keys = ("listen", "http", "metrics", "vllm_context", "vllm_decoding", "registry")
+    seen: dict[str, str] = {}
+    for key in keys:
+        address: str = getattr(config, key)
+        if not address:
+            continue
+        _check_address(key, address)
+        if address in seen and not address.endswith(":0"):
+            raise OSError(f"{seen[address]} and {key} are both {address}: give each door a port of its own")
+        seen[address] = key
+
+
+def _check_address(key: str, address: str) -> None:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or int(port) > _LARGEST_PORT:
+        raise OSError(f"{key} {address!r} is not HOST:PORT, with a port of at most {_LARGEST_PORT}")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host.strip("[]"), int(port)))
+        except OSError as error:
+            remedy = _REMEDIES.get(error.errno or 0, "choose another address")
+            raise OSError(f"cannot listen on {address} ({key}): {error.strerror}; {remedy}") from error
+
+
+def _guards(config: ClusterConfig) -> tuple[TokenFile | None, TlsFiles | None]:
+    """Raises TokenFileError."""
+    return TokenFile(Path(config.token_file)) if config.token_file else None, _tls_files(config)
+
+
 def _tls_files(config: ClusterConfig) -> TlsFiles | None:
     if not config.tls_cert_file:
         return None
@@ -108,7 +158,7 @@ def _tls_files(config: ClusterConfig) -> TlsFiles | None:
 def _config_errors() -> Iterator[None]:
     try:
         yield
-    except TokenFileError as error:
+    except (TokenFileError, TlsFileError) as error:
         raise ConfigError(str(error)) from error
     except OSError as error:
         raise ConfigError(f"cannot read the TLS file {error.filename}: {error.strerror}") from error

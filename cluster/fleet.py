@@ -198,7 +198,8 @@ class Fleet:
             if asyncio.get_running_loop().time() > until_s:
                 names = ", ".join(name for name, _, _ in found)
                 raise StartFailed(
-                    f"another process keeps the workers of namespace {self._config.ray_namespace!r} ({names})"
+                    f"another process keeps the workers of namespace {self._config.ray_namespace!r} ({names}): "
+                    "end it, or choose another ray_namespace"
                 )
             await asyncio.sleep(0.5)
             found = await self._find()

@@ -21,14 +21,14 @@ from starlette.routing import BaseRoute, Route
 
 from cluster.actors import DEFAULT_HOST
 from cluster.config import ClusterConfig, ConfigError
-from cluster.doors import Addresses
+from cluster.doors import Addresses, check_addresses
 from cluster.fleet import Report
 from cluster.http_door import HttpDoor, make_app, verdict
 from cluster.local import LocalCluster
 from cluster.metrics import CONTENT_TYPE
 from cluster.registry import Registry
 from cluster.replacements import SupervisorCollector
-from cluster.serve import check_doors, supervise
+from cluster.serve import supervise
 from cluster.stopping import Stopped, stop_signal, unless
 from cluster.supervisor import Supervisor
 from workers.pairs import resolve_pair
@@ -48,7 +48,7 @@ async def keep_workers(
         raise ConfigError("registry is not set: gateways could not attach to these workers")
     started_s = time.monotonic()
     config = msgspec.structs.replace(config, listen="", http="")  # a gateway's doors
-    check_doors(config)
+    check_addresses(config)
     resolve_pair(config.pair)  # a wrong name should not cost a start of Ray
     cluster = LocalCluster(config, host_factory=host_factory, report=report)
     async with contextlib.AsyncExitStack() as stack:

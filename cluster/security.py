@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import logging
 import os
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,6 +84,10 @@ def _digest(token: str) -> bytes:
     return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
 
 
+class TlsFileError(Exception):
+    """A file of TLS cannot be used; the message says which and why."""
+
+
 @dataclass(frozen=True)
 class TlsFiles:
     """PEM files of a server. With `client_ca_file` a client must show a certificate signed by it (mTLS)."""
@@ -90,3 +95,19 @@ class TlsFiles:
     cert_file: Path
     key_file: Path
     client_ca_file: Path | None = None
+
+    def check(self) -> None:
+        """Raise TlsFileError unless the files can be read, are PEM, and the key is the certificate's."""
+        files = [self.cert_file, self.key_file, *([self.client_ca_file] if self.client_ca_file else [])]
+        try:
+            for file in files:
+                file.read_bytes()
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(self.cert_file, self.key_file)
+            if self.client_ca_file is not None:
+                context.load_verify_locations(self.client_ca_file)
+        except ssl.SSLError as error:
+            named = ", ".join(map(str, files))
+            raise TlsFileError(f"the TLS files cannot be used ({named}): {error.reason or error}") from error
+        except OSError as error:
+            raise TlsFileError(f"cannot read the TLS file {error.filename}: {error.strerror}") from error

@@ -13,14 +13,13 @@ import asyncio
 import contextlib
 import os
 import secrets
-import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
 from cluster.actors import DEFAULT_HOST
 from cluster.config import ClusterConfig
-from cluster.doors import Addresses, Doors
+from cluster.doors import Addresses, Doors, check_doors
 from cluster.fleet import Report
 from cluster.gateway import Gateway, GatewaySettings
 from cluster.link import LinkTimes, WorkerAddress
@@ -133,35 +132,6 @@ async def serve(
     finally:
         await asyncio.gather(loading, return_exceptions=True)
         await cluster.stop()
-
-
-def check_listen(listen: str) -> None:
-    """Raise OSError when `listen` cannot be bound: better now than after the models have loaded."""
-    host, _, port = listen.rpartition(":")
-    if not host or not port.isdigit():
-        raise OSError(f"listen address {listen!r} is not HOST:PORT")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host.strip("[]"), int(port)))
-        except OSError as error:
-            raise OSError(f"cannot listen on {listen}: {error.strerror}") from error
-
-
-def check_doors(config: ClusterConfig) -> None:
-    """Raise OSError for an address of the configuration that cannot be bound."""
-    doors = (
-        config.listen,
-        config.http,
-        config.metrics,
-        config.vllm_context,
-        config.vllm_decoding,
-        config.registry,
-    )
-    for listen in doors:
-        if listen:
-            check_listen(listen)
 
 
 def supervise(

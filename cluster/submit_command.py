@@ -40,7 +40,8 @@ def submit_command(
     """
     try:
         plan = make_plan(working_dir, config, extra)
-        _run(JobClient.connect(address), plan, follow=follow)
+        at = "" if address == DEFAULT_ADDRESS else f"--address {address} "
+        _run(JobClient.connect(address), plan, f"ray job stop {at}", follow=follow)
     except JobFailed as error:
         raise click.ClickException(str(error)) from error
 
@@ -61,7 +62,7 @@ def make_plan(working_dir: Path, config: Path | None, extra: tuple[str, ...]) ->
     return JobPlan(root, drain_s, inside, serve_options(extra))
 
 
-def _run(client: JobClient, plan: JobPlan, *, follow: bool) -> None:
+def _run(client: JobClient, plan: JobPlan, stop: str, *, follow: bool) -> None:
     console = Console(highlight=False)
     with console.status("packaging and uploading"):
         job = client.submit(plan)
@@ -77,7 +78,7 @@ def _run(client: JobClient, plan: JobPlan, *, follow: bool) -> None:
                     console.print(
                         f"[bold green]serving[/] on [bold]{address}[/] as job {job}", soft_wrap=True
                     )
-                    console.print(f"stop it with: ray job stop {job}", soft_wrap=True)
+                    console.print(f"stop it with: {stop}{job}", soft_wrap=True)
                     if not follow:
                         return
                 case Over(status=status):

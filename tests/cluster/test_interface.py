@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -191,17 +192,39 @@ def test_drain_and_undrain_say_how_far_they_are(
 
 
 def test_serve_refuses_a_wrong_configuration_before_it_starts_anything(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    unused_tcp_port: int,
 ) -> None:
+    taken = socket.create_server(("127.0.0.1", unused_tcp_port))
+    free = ("--listen", "127.0.0.1:0")
+    pem = tmp_path / "not.pem"
+    pem.write_text("no certificate")
     for arguments, message in (
         (["--max-batch", "0"], "max_batch must be at least 1"),
         (["--draft-tokens", "some"], "draft_tokens"),
         (["--listen", "nowhere"], "is not HOST:PORT"),
+        (["--listen", "127.0.0.1:65536"], "a port of at most 65535"),
+        (["--listen", f"127.0.0.1:{unused_tcp_port}"], "(listen): Address already in use; another process"),
+        (["--listen", "192.0.2.1:0"], "this machine has no such address"),
+        ([*free, "--http", "h.invalid:1", "--metrics", "h.invalid:1"], "h.invalid:1 (http): "),
+        (
+            [*free, "--http", "127.0.0.1:1", "--metrics", "127.0.0.1:1"],
+            "http and metrics are both 127.0.0.1:1",
+        ),
+        ([*free, "--token-file", "/no/such"], "cannot read the token file /no/such"),
+        (
+            [*free, "--tls-cert-file", "/no/cert", "--tls-key-file", str(pem)],
+            "cannot read the TLS file /no/cert",
+        ),
+        ([*free, "--tls-cert-file", str(pem), "--tls-key-file", str(pem)], "TLS files cannot be used"),
         (["--pair", "no-such-pair", "--listen", "127.0.0.1:0"], "does not exist"),
     ):
         status, _, err = run(["serve", *arguments], capsys, monkeypatch)
         assert status == 1, arguments
         assert message in err
+    taken.close()
 
 
 @pytest.mark.parametrize(("level", "status"), [("ok", 0), ("warn", 0), ("fail", 1)])
