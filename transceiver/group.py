@@ -13,7 +13,7 @@ ports of other ranks do (`transceiver.remote`).
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -38,6 +38,8 @@ from transceiver.port import (
     TransferPort,
 )
 from transceiver.wire import Handoff, Hello, TerminalState
+
+_MEMORY = 4096  # outgoing transfers that are over: what their engine says of them is harmless
 
 
 class RankPort(Protocol):
@@ -92,6 +94,9 @@ class GroupPort:
         self._ours = tuple(map(wire.decode_hello, packed))
         self._peers: dict[WorkerEpoch, tuple[Hello, ...]] = {}
         self._legs: dict[TransferId, tuple[_Leg, ...]] = {}
+        self._sent: OrderedDict[TransferId, None] = (
+            OrderedDict()
+        )  # the latest that are over, however they ended
         self._sending, self._receiving = Wholes(), Wholes()
         self._ends: Counter[TerminalState] = Counter()
         self._bytes_target = self._bytes_draft = 0
@@ -236,9 +241,9 @@ class GroupPort:
 
     def _legs_of(self, transfer: TransferId) -> tuple[_Leg, ...]:
         found = self._legs.get(transfer)
-        if found is None:
+        if found is None and transfer not in self._sent:
             raise UnknownTransfer(transfer)
-        return found
+        return found or ()
 
     # events of ranks
 
@@ -266,6 +271,9 @@ class GroupPort:
             self._doubt(legs, event.transfer)
         if transfer not in self._sending:
             del self._legs[transfer]
+            self._sent[transfer] = None
+            while len(self._sent) > _MEMORY:
+                self._sent.popitem(last=False)
         self._count(verdict.events)
         return verdict.events
 

@@ -4,7 +4,7 @@ Each rank has a share of the KV heads in a pool of its own, and page ids mean th
 transfer between groups is a leg for each pair of ranks with something to ship, all over the same pages:
 
     4 heads     2 ranks {0,1} {2,3}  →  4 ranks {0} {1} {2} {3}         4 legs, half a source page each
-    1 head      4 ranks {0} {0} {0} {0}  →  2 ranks {0} {0}             2 legs: of equal sources one writes
+    1 head      4 ranks {0} {0} {0} {0}  →  2 ranks {0} {0}             2 legs, from the first and the third
 
 A destination gets every head that it holds from exactly one source. Sources that hold the same head take turns by
 destination. Target and drafter are paired apart, because one may have fewer heads than ranks and the other not.
@@ -103,4 +103,6 @@ def _shipped(num_heads: int, source: int, num_sources: int, destination: int, nu
     if not common:
         return range(0)
     alike = max(num_sources // num_heads, 1)  # neighbours that hold the same head
-    return common if source % alike == destination % alike else range(0)
+    # Of them the one that stands where the destination does, which holds what it lacks of the other model too.
+    turn = destination * num_sources // num_destinations
+    return common if source % alike == turn % alike else range(0)

@@ -19,6 +19,7 @@ import itertools
 import logging
 import queue
 import socket
+import struct
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -135,18 +136,35 @@ _reports: msgspec.msgpack.Decoder[_Report] = msgspec.msgpack.Decoder(_Report)
 class Stream:
     """Frames over a connected socket. One thread receives; any may send."""
 
-    def __init__(self, connected: socket.socket) -> None:
+    def __init__(self, connected: socket.socket, timeout_s: float) -> None:
+        """`timeout_s`: a frame that cannot be sent for so long, because nobody reads, ends the stream."""
+        connected.settimeout(None)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        wait = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, wait)
         self._socket = connected
         self._lock = threading.Lock()
 
     def send(self, frame: bytes) -> None:
-        """Raises OSError when the other side is gone."""
-        with self._lock:
-            self._socket.sendall(len(frame).to_bytes(_LENGTH_BYTES, "little") + frame)
+        """Raises OSError when the other side is gone, or stands still."""
+        try:
+            with self._lock:
+                self._socket.sendall(len(frame).to_bytes(_LENGTH_BYTES, "little") + frame)
+        except OSError:
+            self.close()  # half a frame may have gone
+            raise
 
     def receive(self) -> bytes:
-        """The next frame. Raises EOFError or OSError when the other side, or this one, is gone."""
+        """The next frame, however long that takes. Raises EOFError or OSError when either side is gone."""
         return self._read(int.from_bytes(self._read(_LENGTH_BYTES), "little"))
+
+    def receive_within(self, timeout_s: float) -> bytes:
+        """As `receive`, which is the only other call meanwhile. Raises TimeoutError too."""
+        self._socket.settimeout(timeout_s)
+        try:
+            return self.receive()
+        finally:
+            self._socket.settimeout(None)
 
     def close(self) -> None:
         """Wakes both sides. Idempotent."""
@@ -167,8 +185,12 @@ class Stream:
 class RemotePort:
     """Implements `transceiver.group.RankPort` for a rank that is elsewhere."""
 
-    def __init__(self, stream: Stream, num_steps: Callable[[], int], timeout_s: float) -> None:
-        """Waits for the rank's hello. `num_steps`: that this worker has begun, as the other rank counts them.
+    def __init__(
+        self, stream: Stream, num_steps: Callable[[], int], *, start_s: float, timeout_s: float
+    ) -> None:
+        """Waits for the rank's hello, `start_s` at most; for its answers later on, `timeout_s`.
+
+        `num_steps`: that this worker has begun, as the other rank counts them.
 
         Raises RankLost.
         """
@@ -181,7 +203,7 @@ class RemotePort:
         self._wake: Callable[[], None] = lambda: None
         self._ended = ""
         try:
-            first = _reports.decode(stream.receive())
+            first = _reports.decode(stream.receive_within(start_s))
         except (OSError, EOFError, msgspec.DecodeError) as error:
             raise RankLost(f"it did not introduce itself: {error}") from error
         if not isinstance(first, _Hello):

@@ -272,6 +272,7 @@ def build(config: WorkerConfig, models: Models, make_port: MakePort | None = Non
     epoch = WorkerEpoch(uuid.uuid4().hex)
     own: TransferPort | None = None
     streams: list[Stream] = []
+    others: list[RemotePort] = []
     if config.role != "aggregated":
         own = (make_port or nixl_rank_port)(
             rank_identity(config, models, demand, epoch, epoch), memory.regions
@@ -280,6 +281,8 @@ def build(config: WorkerConfig, models: Models, make_port: MakePort | None = Non
     if models.ranks is not None:
         work = make_work(models, computing, sampler)
         lead = Lead(models.ranks, time.monotonic, ledger.rank_of)
+        waits = {"start_s": models.ranks.start_s, "timeout_s": models.ranks.timeout_s}
+        others = [RemotePort(stream, lead.num_steps, **waits) for stream in streams]
         runner = LeadingRunner(work, computing.runner, lead)
         step = LeadingStep(work, computing.runner, lead)
     max_draft_tokens = drafter.max_draft_tokens if drafter is not None else 0
@@ -307,7 +310,6 @@ def build(config: WorkerConfig, models: Models, make_port: MakePort | None = Non
     if own is None:
         engine = AggregatedEngine(runner=runner, decode=decode, ledger=ledger, limits=engine_limits)
     else:
-        others = _others(streams, lead)
         epochs: tuple[WorkerEpoch, ...] = (epoch,)
         if models.attention_dp:
             port = ApartPort([GroupPort([own], own), *(GroupPort([other], None) for other in others)])
@@ -493,13 +495,6 @@ def _whole_pages(chunk_tokens: int, page_size: int) -> int:
 def _region(storage: KvStorage) -> Region:
     device = None if storage.device.type == "cpu" else storage.device.index or 0
     return Region(storage.address, storage.size_bytes, storage.page_bytes, storage.num_pages, device)
-
-
-def _others(streams: list[Stream], lead: Lead | None) -> list[RemotePort]:
-    """The ports of the other ranks, once they have introduced themselves."""
-    if lead is None:
-        return []
-    return [RemotePort(stream, lead.num_steps, lead.timeout_s) for stream in streams]
 
 
 def rank_identity(

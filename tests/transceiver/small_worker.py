@@ -14,7 +14,7 @@ from transceiver.endpoint import Endpoint, Identity
 from transceiver.loopback import LoopbackHub, LoopbackTransport
 from transceiver.port import Pages, ReceiveSpec, SendSpec, TransferEvent
 from transceiver.records import Timing
-from transceiver.wire import Fingerprint, Handoff, Pools, Region
+from transceiver.wire import ONLY_RANK, Fingerprint, Handoff, Place, Pools, Region
 
 PAGE_SIZE = 4
 TARGET = KvGeometry(num_layers=2, num_kv_heads=1, head_dim=2, page_size=PAGE_SIZE, element_bytes=2)
@@ -84,12 +84,13 @@ class SmallWorker:
         timing: Timing | None = None,
         fingerprint: Fingerprint = FINGERPRINT,
         staging_bytes: int = 1 << 16,
+        place: Place = ONLY_RANK,
     ) -> SmallWorker:
         epoch = WorkerEpoch(name)
         memory = Memory(num_pages, fill_seed, fingerprint)
         transport = LoopbackTransport(hub, epoch, memory.pools)
         endpoint = Endpoint(
-            Identity(epoch, "any", fingerprint),
+            Identity(epoch, "any", fingerprint, place),
             memory.pools,
             transport,
             timing,

@@ -43,7 +43,18 @@ def test_equal_groups_ship_rank_to_rank_and_heads_that_all_hold_are_shipped_by_t
     equal = legs(4, 4, num_target_heads=8, num_draft_heads=2)
     assert [(leg.source, leg.destination) for leg in equal] == [(rank, rank) for rank in range(4)]
     shared = legs(4, 2, num_target_heads=1, num_draft_heads=1)
-    assert [(leg.source, leg.destination) for leg in shared] == [(0, 0), (1, 1)]
+    assert [(leg.source, leg.destination) for leg in shared] == [(0, 0), (2, 1)]
+
+
+@pytest.mark.parametrize(("target_heads", "draft_heads"), [(4, 1), (1, 4), (8, 2), (2, 8)])
+def test_a_model_with_few_heads_adds_no_leg_to_those_of_the_other(
+    target_heads: int, draft_heads: int
+) -> None:
+    for sources, destinations in itertools.product(SIZES, SIZES):
+        both = legs(sources, destinations, num_target_heads=target_heads, num_draft_heads=draft_heads)
+        most = max(target_heads, draft_heads)
+        alone = legs(sources, destinations, num_target_heads=most, num_draft_heads=0)
+        assert len(both) == len(alone)
 
 
 def test_heads_that_no_group_can_divide_are_refused() -> None:

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.workers.group_pair import GroupPair
-from tests.workers.random_pair import VOCAB, dflash2, load_pair, write_random_pair
+from tests.workers.group_pair import GroupPair, ProcessPair
+from tests.workers.random_pair import VOCAB, dflash2, dspark, load_pair, write_random_pair
 from tests.workers.split_pair import config, run_aggregated
+from transceiver.errors import HandshakeRefused
 from workers.assembly import Models
 from workers.config import WorkerConfig
 from workers.group.ranks import GroupRanks
 from workers.pairs import ModelPair
-from workers.request import SamplingParams
+from workers.request import Role, SamplingParams
 
 SAMPLED = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.8, top_p=0.95, seed=3)
 PROMPTS = [[(seed * 5 + i * i * seed + i) % VOCAB for i in range(9 + 6 * seed)] for seed in (1, 2, 3)]
 PAGE_SIZE, CHUNK = 4, 8
 TARGET_HEADS, DRAFT_HEADS = 2, 4
 HEAD_DIM, LAYERS, DRAFT_LAYERS, FLOAT64 = 8, 2, 1, 8
-SMALL = {"dtype": "float64", "page_size": PAGE_SIZE, "chunk": CHUNK}
+SMALL: dict[str, Any] = {"dtype": "float64", "page_size": PAGE_SIZE, "chunk": CHUNK}
+PAIRS = [(context, generation) for context in (1, 2, 4) for generation in (1, 2, 4)]
 
 
 @pytest.fixture(autouse=True)
@@ -33,16 +36,31 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def write_pair(directory: Path) -> ModelPair:
+def write_pair(directory: Path, drafting: dict[str, Any] | None = None) -> ModelPair:
     """Two KV heads of the target and four of the drafter: of four ranks, two hold the same target head."""
     heads = {"num_attention_heads": 4, "head_dim": HEAD_DIM}
     return write_random_pair(
         directory,
-        dflash2() | heads | {"num_key_value_heads": DRAFT_HEADS},
+        (drafting or dflash2()) | heads | {"num_key_value_heads": DRAFT_HEADS},
         "qwen3",
         **heads,
         num_key_value_heads=TARGET_HEADS,
     )
+
+
+def threads(pair: ModelPair, sizes: tuple[int, int], **options: Any) -> GroupPair:
+    def load(_: WorkerConfig, ranks: GroupRanks) -> Models:
+        return load_pair(pair, ranks if ranks.size > 1 else None)
+
+    return GroupPair(load, sizes, small("context", **options), small("generation", **options))
+
+
+def processes(directory: Path, sizes: tuple[int, int]) -> GroupPair:
+    return ProcessPair(directory, sizes, small("context"), small("generation"))
+
+
+def small(role: Role, **options: Any) -> WorkerConfig:
+    return config(role, **SMALL | options)
 
 
 def bytes_of(layers: int, heads: int, num_ranks: int) -> int:
@@ -51,18 +69,15 @@ def bytes_of(layers: int, heads: int, num_ranks: int) -> int:
     return pages * PAGE_SIZE * layers * 2 * max(heads, num_ranks) * HEAD_DIM * FLOAT64
 
 
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 4)])
-def test_unequal_groups_answer_as_one_worker_does(tmp_path: Path, sizes: tuple[int, int]) -> None:
-    pair = write_pair(tmp_path)
-    golden = run_aggregated(load_pair(pair), PROMPTS, SAMPLED, **SMALL)
-
-    def load(_: WorkerConfig, ranks: GroupRanks) -> Models:
-        return load_pair(pair, ranks if ranks.size > 1 else None)
-
-    groups = GroupPair(load, sizes, config("context", **SMALL), config("generation", **SMALL))
+def assert_answers_as_one_worker(pair: ModelPair, groups: GroupPair, receiving_ranks: int) -> None:
     try:
+        golden = run_aggregated(load_pair(pair), PROMPTS, SAMPLED, **SMALL)
         asked = groups.answer(PROMPTS, SAMPLED)
         found = [groups.outcomes[request_id] for request_id in asked]
+        context, generation = (groups._assemblies[role].port for role in ("context", "generation"))
+        assert context is not None
+        assert generation is not None
+        stats = context.stats(), generation.stats()
     finally:
         groups.close()
     for outcome, one in zip(found, golden, strict=True):
@@ -72,6 +87,49 @@ def test_unequal_groups_answer_as_one_worker_does(tmp_path: Path, sizes: tuple[i
         assert outcome.stats.accepted_by_position == one.stats.accepted_by_position
         assert outcome.stats.decode_steps == one.stats.decode_steps
         assert outcome.stats.prompt_tokens_computed == 0
+    assert sum(position for each in found if each.stats for position in each.stats.accepted_by_position) > 0
+    bytes_target = bytes_of(LAYERS, TARGET_HEADS, receiving_ranks)
+    bytes_draft = bytes_of(DRAFT_LAYERS, DRAFT_HEADS, receiving_ranks)
     for counters in (groups.context.counters, groups.generation.counters):
-        assert counters.kv_bytes_target == bytes_of(LAYERS, TARGET_HEADS, sizes[1])
-        assert counters.kv_bytes_draft == bytes_of(DRAFT_LAYERS, DRAFT_HEADS, sizes[1])
+        assert (counters.kv_bytes_target, counters.kv_bytes_draft) == (bytes_target, bytes_draft)
+    for side in stats:
+        assert (side.sending, side.receiving, side.quarantined, side.done) == (0, 0, 0, len(PROMPTS))
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (4, 2)])
+def test_unequal_groups_answer_as_one_worker_does(tmp_path: Path, sizes: tuple[int, int]) -> None:
+    pair = write_pair(tmp_path)
+    assert_answers_as_one_worker(pair, threads(pair, sizes), sizes[1])
+
+
+def test_groups_of_processes_answer_over_nixl_as_one_worker_does(tmp_path: Path) -> None:
+    pair = write_pair(tmp_path)
+    assert_answers_as_one_worker(pair, processes(tmp_path, (2, 2)), 2)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("drafting", [dflash2(), dspark("rnn")], ids=["dflash2", "dspark"])
+@pytest.mark.parametrize("draft_kv", ["mirrored", "unified"])
+@pytest.mark.parametrize("sizes", PAIRS)
+def test_all_pairs_of_groups_answer_as_one_worker_does(
+    tmp_path: Path, sizes: tuple[int, int], draft_kv: str, drafting: dict[str, Any]
+) -> None:
+    pair = write_pair(tmp_path, drafting)
+    context, generation = sizes
+    if draft_kv == "unified" and generation < context == 4:
+        # Two ranks hold a target head, and one of them each draft head of the same page.
+        with pytest.raises(HandshakeRefused, match="use draft_kv = mirrored"):
+            threads(pair, sizes, draft_kv=draft_kv)
+        return
+    assert_answers_as_one_worker(pair, threads(pair, sizes, draft_kv=draft_kv), generation)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("sizes", PAIRS)
+def test_all_pairs_of_groups_of_processes_answer_over_nixl_as_one_worker_does(
+    tmp_path: Path, sizes: tuple[int, int]
+) -> None:
+    pair = write_pair(tmp_path)
+    assert_answers_as_one_worker(pair, processes(tmp_path, sizes), sizes[1])

@@ -41,7 +41,6 @@ class Lead:
         self._clock = clock
         self._told_s = clock()
         self._num_steps = 0
-        self.timeout_s = ranks.timeout_s
         ranks.started()
 
     def num_steps(self) -> int:

@@ -50,10 +50,7 @@ def streams_to_others(ranks: GroupRanks, worker: WorkerEpoch) -> list[Stream]:
                 found[rank] = connected
             else:
                 connected.close()
-    for connected in found.values():
-        connected.settimeout(None)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return [Stream(found[rank]) for rank in sorted(found)]
+    return [Stream(found[rank], ranks.timeout_s) for rank in sorted(found)]
 
 
 def stream_to_first(ranks: GroupRanks) -> tuple[Stream, WorkerEpoch]:
@@ -64,9 +61,7 @@ def stream_to_first(ranks: GroupRanks) -> tuple[Stream, WorkerEpoch]:
         connected.sendall(meeting.token + bytes((ranks.rank,)))
     except OSError as error:
         raise GroupBroken(0, "the meeting", f"no stream to it: {error}") from error
-    connected.settimeout(None)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return Stream(connected), meeting.worker
+    return Stream(connected, ranks.timeout_s), meeting.worker
 
 
 def _shown(connected: socket.socket, token: bytes) -> int:
