@@ -152,10 +152,8 @@ class AggregatedEngine:
             self._prefilling.add(self._waiting.popleft())
 
     def _prefill(self) -> None:
-        sequence = self._prefilling.step(self._events)
-        if sequence is not None:
-            self._decoding.append(sequence)
-            self._drop_finished()
+        self._decoding += self._prefilling.step(self._events)
+        self._drop_finished()
 
     def _cancelled(self, sequence: Sequence) -> None:
         sequence.finish_reason = "cancelled"

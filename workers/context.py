@@ -21,6 +21,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from kvmanager.errors import PoolExhausted, SlotsExhausted
 from kvmanager.ids import RequestId, TransferId
 from kvmanager.ledgers import Ledger
@@ -42,6 +44,7 @@ from workers.errors import (
 from workers.faults import Fault
 from workers.handoff import bytes_apart, to_handoff
 from workers.limits import EngineLimits
+from workers.prefill import next_chunks
 from workers.request import (
     Held,
     HoldRequest,
@@ -52,7 +55,7 @@ from workers.request import (
     TokenLogprob,
 )
 from workers.reuse import PrefixReuse
-from workers.runner import PromptRunner
+from workers.runner import PromptChunk, PromptRunner
 from workers.sequence import Sequence
 
 
@@ -76,7 +79,7 @@ class _ContextJob:
 
 
 class ContextEngine:
-    """Chunked prefill, first come first served, one prompt's chunk per step."""
+    """Chunked prefill, first come first served, one prompt's chunk per step, on each rank that keeps requests apart."""
 
     def __init__(
         self,
@@ -208,7 +211,7 @@ class ContextEngine:
         self._expire(now_s)
         self._admit(now_s)
         if self._prefilling:
-            self._prefill(self._prefilling[0])
+            self._prefill()
             self.counters.steps += 1
         events, self._events = self._events, []
         return events
@@ -329,14 +332,17 @@ class ContextEngine:
             shipped = max(end_position - job.reservation.first_position, 0)
             self._port.push(job.reservation.transfer_id, shipped, self._runner.written())
 
-    def _prefill(self, job: _ContextJob) -> None:
-        sequence = job.sequence
-        start = self.ledger.length(sequence.request_id)
-        end = min(start + self._limits.chunk_tokens, sequence.num_prompt_tokens)
-        logits_1V = self._runner.prefill_chunk(sequence, start, end)
+    def _prefill(self) -> None:
+        jobs = {job.sequence.request_id: job for job in self._prefilling}
+        chunks = next_chunks((job.sequence for job in jobs.values()), self.ledger, self._limits)
+        for chunk, logits_1V in zip(chunks, self._runner.prefill(chunks), strict=True):
+            self._computed(jobs[chunk.sequence.request_id], chunk, logits_1V)
+
+    def _computed(self, job: _ContextJob, chunk: PromptChunk, logits_1V: Tensor | None) -> None:
+        sequence, end = chunk.sequence, chunk.end
         self.ledger.commit(sequence.request_id, end)
-        self.counters.prompt_tokens_computed += end - start
-        self._events.append(Computed(sequence.request_id, range(start, end)))
+        self.counters.prompt_tokens_computed += end - chunk.start
+        self._events.append(Computed(sequence.request_id, range(chunk.start, end)))
         self._push(job, end)  # the last chunk too: it travels while the first token is chosen
         if logits_1V is None:
             return

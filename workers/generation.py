@@ -318,10 +318,9 @@ class GenerationEngine:
         """A chunk of the first prompt that is computed here; whether there was one."""
         if not self._prefilling:
             return False
-        sequence = self._prefilling.step(self._events)
-        if sequence is not None:
+        for sequence in self._prefilling.step(self._events):
             insort(self._decoding, sequence, key=_since)
-            self._drop_finished()
+        self._drop_finished()
         return True
 
     def _landed(self, event: Landed) -> None:

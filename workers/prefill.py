@@ -2,15 +2,15 @@
 
     admitted ──add──▶ chunk ──▶ chunk ──▶ ... ──last chunk, first token──▶ decoding        anywhere ──remove──▶ gone
 
-A step is at most one chunk, and an engine takes one decode step beside each: a long prompt delays the others' next
-token by one chunk and no more. A chunk computes the drafter's context with the target's KV, so whoever decodes behind
-it drafts as well as behind a prompt that was shipped.
+A step is at most one chunk, of every rank where ranks keep requests apart, and an engine takes one decode step beside
+it: a long prompt delays the others' next token by one chunk and no more. A chunk computes the drafter's context with
+the target's KV, so whoever decodes behind it drafts as well as behind a prompt that was shipped.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from kvmanager.ids import RequestId
 from kvmanager.ledgers import Ledger
@@ -18,7 +18,7 @@ from workers.decode import DecodeLoop
 from workers.engine import Computed, Emitted, EngineCounters, EngineEvent
 from workers.limits import EngineLimits
 from workers.reuse import PrefixReuse
-from workers.runner import PromptRunner
+from workers.runner import PromptChunk, PromptRunner
 from workers.sequence import Sequence
 
 
@@ -56,25 +56,24 @@ class PromptQueue:
         self._counters.cached_prompt_tokens += sequence.cached_prompt_tokens
         self._sequences.append(sequence)
 
-    def step(self, events: list[EngineEvent]) -> Sequence | None:
-        """Compute a chunk of the first prompt; the sequence once its first token is out. `events` get both."""
-        if not self._sequences:
-            return None
-        sequence = self._sequences[0]
-        start = self._ledger.length(sequence.request_id)
-        end = min(start + self._limits.chunk_tokens, sequence.num_prompt_tokens)
-        logits_1V = self._runner.prefill_chunk(sequence, start, end)
-        self._ledger.commit(sequence.request_id, end)
-        self._counters.prompt_tokens_computed += end - start
-        events.append(Computed(sequence.request_id, range(start, end)))
-        if logits_1V is None:
-            return None
-        self._reuse.leave_prompt(sequence)
-        token, logprob = self._decode.first_token(sequence, logits_1V)
-        self._sequences.popleft()
-        sequence.take([token])
-        events.append(Emitted(sequence.report([token], () if logprob is None else (logprob,))))
-        return sequence
+    def step(self, events: list[EngineEvent]) -> list[Sequence]:
+        """Compute a chunk of the first prompt; the sequences whose first token is out. `events` get both."""
+        chunks = next_chunks(self._sequences, self._ledger, self._limits)
+        done = []
+        for chunk, logits_1V in zip(chunks, self._runner.prefill(chunks), strict=True):
+            sequence = chunk.sequence
+            self._ledger.commit(sequence.request_id, chunk.end)
+            self._counters.prompt_tokens_computed += chunk.end - chunk.start
+            events.append(Computed(sequence.request_id, range(chunk.start, chunk.end)))
+            if logits_1V is None:
+                continue
+            self._reuse.leave_prompt(sequence)
+            token, logprob = self._decode.first_token(sequence, logits_1V)
+            self._sequences.remove(sequence)
+            sequence.take([token])
+            events.append(Emitted(sequence.report([token], () if logprob is None else (logprob,))))
+            done.append(sequence)
+        return done
 
     def remove(self, request_id: RequestId) -> Sequence | None:
         """Take a sequence out before it is complete; None when it is not here."""
@@ -89,3 +88,16 @@ class PromptQueue:
         sequences = list(self._sequences)
         self._sequences.clear()
         return sequences
+
+
+def next_chunks(sequences: Iterable[Sequence], ledger: Ledger, limits: EngineLimits) -> list[PromptChunk]:
+    """What a step computes of prompts in this order: a chunk of the first, on every rank that has one."""
+    firsts: dict[int, Sequence] = {}
+    for sequence in sequences:
+        firsts.setdefault(ledger.rank_of(sequence.request_id), sequence)
+    chunks = []
+    for sequence in firsts.values():
+        start = ledger.length(sequence.request_id)
+        end = min(start + limits.chunk_tokens, sequence.num_prompt_tokens)
+        chunks.append(PromptChunk(sequence, start, end))
+    return chunks

@@ -41,7 +41,7 @@ class PrefixReuse:
     def worth_waiting(self, sequence: Sequence, ahead: Iterable[Sequence]) -> bool:
         """Whether a prompt ahead is about to leave a page that this one would take.
 
-        Prompts are computed one after the other, so whoever waits for it loses nothing.
+        Prompts of a rank are computed one after the other, so whoever waits for it loses nothing there.
         """
         if not self._trusted:
             return False

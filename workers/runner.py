@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -30,13 +31,33 @@ from workers.sequence import Sequence
 from workers.tables import StepTables
 
 
+@dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """Prompt positions start..end-1 of a request."""
+
+    sequence: Sequence
+    start: int
+    end: int
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.sequence.prompt_token_ids[self.start : self.end]
+
+    @property
+    def last(self) -> bool:
+        return self.end == self.sequence.num_prompt_tokens
+
+
 class PromptRunner(Protocol):
     """What an engine asks for prompts. `fault` is set on this runner by `Engine.inject` alone."""
 
     fault: Fault
 
-    def prefill_chunk(self, sequence: Sequence, start: int, end: int) -> Tensor | None:
-        """See `ModelRunner.prefill_chunk`."""
+    def prefill(self, chunks: Items[PromptChunk]) -> list[Tensor | None]:
+        """Compute chunks of different prompts, of each rank that keeps requests apart no more than one.
+
+        Returns of each what `ModelRunner.prefill_chunk` does.
+        """
 
     def written(self) -> Callable[[], bool] | None:
         """See `ModelRunner.written`."""
@@ -68,6 +89,9 @@ class ModelRunner:
     @property
     def max_draft_tokens(self) -> int:
         return self._drafter.max_draft_tokens if self._drafter is not None else 0
+
+    def prefill(self, chunks: Items[PromptChunk]) -> list[Tensor | None]:
+        return [self.prefill_chunk(chunk.sequence, chunk.start, chunk.end) for chunk in chunks]
 
     def prefill_chunk(self, sequence: Sequence, start: int, end: int) -> Tensor | None:
         """Compute prompt positions start..end-1. Returns the logits [1, V] of the first new token after the last chunk.

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from kvmanager.ids import RequestId
 from kvmanager.ledgers import DividedLedger
 from kvmanager.shape import KvShape
 from kvmanager.sizing import SizingRequest
@@ -23,11 +24,14 @@ from tests.workers.group_of_threads import group
 from tests.workers.random_pair import VOCAB, dflash2, dspark, load_pair, write_random_pair
 from tests.workers.split_pair import answers, config, run_aggregated
 from tests.workers.test_groups import GREEDY, HEADS, SAMPLED, SAMPLINGS, account
+from workers.aggregated import AggregatedEngine
 from workers.assembly import Assembly, Models, build
+from workers.engine import Computed
 from workers.group.errors import GroupBroken
 from workers.group.follow import Follower
 from workers.group.ranks import GroupRanks, Seat
 from workers.pairs import ModelPair
+from workers.request import SubmitRequest
 from workers.runner import ModelRunner
 from workers.step import StepOutcome
 from workers.storage import KvStorage
@@ -107,6 +111,29 @@ def test_a_prompt_is_found_on_its_own_rank_or_computed_anew_and_never_read_elsew
         cached = [each.usage().cached_pages for each in ledger.ledgers]
         assert min(cached) >= 8
         assembly.engine.check()
+
+
+def test_every_rank_computes_a_prompt_of_its_own_at_a_time(tmp_path: Path) -> None:
+    pair = write_random_pair(tmp_path)
+    prompts = [
+        [(index + 3 * seed) % VOCAB for index in range(length)] for seed, length in enumerate((24, 40, 16))
+    ]
+    with group(2, loading(pair), config("aggregated", attention_dp=True, **SMALL)) as assembly:
+        engine = assembly.engine
+        assert isinstance(engine, AggregatedEngine)
+        for index, prompt in enumerate(prompts):
+            engine.submit(
+                SubmitRequest(
+                    request_id=RequestId(str(index)), prompt_token_ids=tuple(prompt), sampling=GREEDY
+                )
+            )
+        computed: list[list[str]] = []
+        with torch.inference_mode():
+            while not engine.idle:
+                computed.append([e.request_id for e in engine.step(0.0) if isinstance(e, Computed)])
+    # Chunks of eight tokens. The third prompt is the first rank's, behind its first.
+    assert computed[:5] == [["0", "1"]] * 3 + [["1", "2"]] * 2
+    assert not any(computed[5:])
 
 
 def runner_of(owner: Any) -> ModelRunner:

@@ -20,7 +20,7 @@ from kvmanager.manager import BatchLimits
 from kvmanager.slots import PageTable
 from transceiver.remote import PortServer
 from workers.group.lead import digest
-from workers.group.plan import Beat, Chunk, Decode, Row, Step, Stop, decode, unpack_rows
+from workers.group.plan import Beat, Decode, Prefill, Row, Step, Stop, decode, unpack_rows
 from workers.group.progress import Progress
 from workers.group.ranks import GroupRanks
 from workers.group.work import StepWork
@@ -119,8 +119,8 @@ class Follower:
         match step:
             case Beat():
                 pass
-            case Chunk(row):
-                self._work.chunk(_sequence(row), step)
+            case Prefill(chunks):
+                self._work.prefill([_sequence(chunk.row) for chunk in chunks], step)
             case Decode(rows, anchors):
                 sequences = [_sequence(row, anchor) for row, anchor in zip(rows, anchors, strict=True)]
                 self._ranks.remember(digest(self._work.decode(sequences, step)))
@@ -133,8 +133,8 @@ class Follower:
         try:
             step = decode(message)
             match step:
-                case Chunk(row):
-                    self._tables.show(self._work.own([row]))
+                case Prefill(chunks):
+                    self._tables.show(self._work.own([chunk.row for chunk in chunks]))
                 case Decode(rows):
                     self._tables.show(self._work.own(rows))
                 case _:

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from kvmanager.ids import RequestId
 from workers.faults import Fault
-from workers.group.plan import Beat, Chunk, Decode, Row, Step, Stop, encode, pack_row
+from workers.group.plan import Beat, Chunk, Decode, Prefill, Row, Step, Stop, encode, pack_row
 from workers.group.ranks import GroupRanks
 from workers.group.work import StepWork
-from workers.runner import ModelRunner
+from workers.runner import ModelRunner, PromptChunk
 from workers.sequence import Sequence
 from workers.step import StepOutcome, Trim
 
@@ -99,13 +99,17 @@ class LeadingRunner:
     def fault(self, fault: Fault) -> None:
         self._runner.fault = fault
 
-    def prefill_chunk(self, sequence: Sequence, start: int, end: int) -> Tensor | None:
-        (row,) = rows_of(self._runner, self._lead, [sequence])
-        chunk = Chunk(row, sequence.prompt_token_ids[start:end], end == sequence.num_prompt_tokens)
-        with self._lead.leading(chunk):
-            logits_1V = self._work.chunk(sequence, chunk)
-        sequence.prompt_tokens_computed += end - start
-        return logits_1V
+    def prefill(self, chunks: Items[PromptChunk]) -> list[Tensor | None]:
+        sequences = [chunk.sequence for chunk in chunks]
+        rows = rows_of(self._runner, self._lead, sequences)
+        step = Prefill(
+            tuple(Chunk(row, chunk.token_ids, chunk.last) for row, chunk in zip(rows, chunks, strict=True))
+        )
+        with self._lead.leading(step):
+            logits = self._work.prefill(sequences, step)
+        for chunk in chunks:
+            chunk.sequence.prompt_tokens_computed += chunk.end - chunk.start
+        return logits
 
     def written(self) -> Callable[[], bool] | None:
         return self._runner.written()

@@ -38,12 +38,18 @@ class Row(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     rank: int = 0
 
 
-class Chunk(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Compute prompt positions behind `row.length`; `last`: and the logits behind the last of them."""
+class Chunk(msgspec.Struct, frozen=True, array_like=True):
+    """Prompt positions behind `row.length`; `last`: with the logits behind the last of them."""
 
     row: Row
     token_ids: tuple[int, ...]
     last: bool
+
+
+class Prefill(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Compute chunks of different prompts; several only where every rank has requests of its own, one of each rank."""
+
+    chunks: tuple[Chunk, ...]
 
 
 class Decode(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -62,7 +68,7 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The group ends as it should."""
 
 
-Step = Chunk | Decode | Beat | Stop
+Step = Prefill | Decode | Beat | Stop
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Step] = msgspec.msgpack.Decoder(Step)

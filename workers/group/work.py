@@ -6,8 +6,8 @@
 
 Every rank makes the same collective calls, one without requests too:
 
-    Chunk    its rank computes, others assist ──▶ last: logits of its rank ──▶ all
-    Decode   each rank drafts and verifies its own, or assists ──▶ choices of every rank ──▶ all
+    Prefill   each rank computes a chunk of its own, or assists ──▶ logits behind each last chunk ──▶ all
+    Decode    each rank drafts and verifies its own, or assists ──▶ choices of every rank ──▶ all
 
 Requests are told apart by `Row.rank`. Logits behind a decode step are exchanged only where some request wants
 log-probabilities.
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.group.plan import Chunk, Decode, Row
+from workers.group.plan import Chunk, Decode, Prefill, Row
 from workers.group.ranks import GroupRanks
 from workers.runner import ModelRunner
 from workers.sequence import Sequence
@@ -37,8 +37,8 @@ class StepWork(Protocol):
     def own(self, rows: Items[Row]) -> list[Row]:
         """Those whose pages lie on this rank."""
 
-    def chunk(self, sequence: Sequence, chunk: Chunk) -> Tensor | None:
-        """As `ModelRunner.compute_chunk`; what others than the first rank return is of no use."""
+    def prefill(self, sequences: Items[Sequence], prefill: Prefill) -> list[Tensor | None]:
+        """As `ModelRunner.compute_chunk`, of each chunk."""
 
     def decode(self, sequences: Items[Sequence], decode: Decode) -> StepOutcome:
         """As `DecodeStep.run`, of all requests in the step's order."""
@@ -53,8 +53,11 @@ class SharedWork:
     def own(self, rows: Items[Row]) -> list[Row]:
         return list(rows)
 
-    def chunk(self, sequence: Sequence, chunk: Chunk) -> Tensor | None:
-        return self._runner.compute_chunk(sequence, chunk.token_ids, chunk.row.length, last=chunk.last)
+    def prefill(self, sequences: Items[Sequence], prefill: Prefill) -> list[Tensor | None]:
+        return [
+            self._runner.compute_chunk(sequence, chunk.token_ids, chunk.row.length, last=chunk.last)
+            for sequence, chunk in zip(sequences, prefill.chunks, strict=True)
+        ]
 
     def decode(self, sequences: Items[Sequence], decode: Decode) -> StepOutcome:
         return self._step.run(sequences, decode.num_draft)
@@ -69,20 +72,29 @@ class OwnWork:
     def own(self, rows: Items[Row]) -> list[Row]:
         return [row for row in rows if row.rank == self._ranks.rank]
 
-    def chunk(self, sequence: Sequence, chunk: Chunk) -> Tensor | None:
-        token_ids, row, logits_1V = chunk.token_ids, chunk.row, None
-        rows_by_rank = [len(token_ids) if rank == row.rank else 0 for rank in range(self._ranks.size)]
-        if row.rank == self._ranks.rank:
+    def prefill(self, sequences: Items[Sequence], prefill: Prefill) -> list[Tensor | None]:
+        rows_by_rank = [0] * self._ranks.size
+        own: tuple[Sequence, Chunk] | None = None
+        for sequence, chunk in zip(sequences, prefill.chunks, strict=True):
+            rows_by_rank[chunk.row.rank] = len(chunk.token_ids)
+            if chunk.row.rank == self._ranks.rank:
+                own = sequence, chunk
+        logits_1V: Tensor | None = None
+        if own is not None:
+            sequence, chunk = own
             logits_1V = self._runner.compute_chunk(
-                sequence, token_ids, row.length, last=chunk.last, rows_by_rank=rows_by_rank
+                sequence, chunk.token_ids, chunk.row.length, last=chunk.last, rows_by_rank=rows_by_rank
             )
         else:
             self._runner.assist(rows_by_rank)
+        return [self._spread(logits_1V, chunk) for chunk in prefill.chunks]
+
+    def _spread(self, own_1V: Tensor | None, chunk: Chunk) -> Tensor | None:
         if not chunk.last:
             return None
-        return self._ranks.spread(
-            logits_1V if logits_1V is not None else self._runner.empty_logits(1), row.rank
-        )
+        if own_1V is None or chunk.row.rank != self._ranks.rank:
+            own_1V = self._runner.empty_logits(1)
+        return self._ranks.spread(own_1V, chunk.row.rank)
 
     def decode(self, sequences: Items[Sequence], decode: Decode) -> StepOutcome:
         width, ranks = decode.num_draft + 1, [row.rank for row in decode.rows]
