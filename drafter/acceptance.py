@@ -7,77 +7,92 @@ accepted | all before it were), whose trials are counted exactly as they happene
 
     tokens(k) = 1 + sum over j = 1 .. k of h_1 · ... · h_j        (the 1 is the target's own token)
 
-Each request's counts lean on the pool of all requests, and the pool's counts of a rarely tried position lean
-on the position before it. Old trials fade.
+All requests of a step are counted together, for one number of drafts is chosen for all of them. What they did lately
+leans on what blocks did for long, and that, where a position was rarely tried, on the position before it. A request
+that ends takes its share of the late counts along.
 """
 
 from __future__ import annotations
 
-from kvmanager.ids import RequestId
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 _PRIOR_HAZARD = 0.7  # of position 1 before anything was seen: hopeful, so that a new drafter gets tried
-_POOL_WEIGHT = 4.0  # trials of the pool that a request's own count against
-_PRIOR_WEIGHT = 2.0  # trials of the prior that the pool's own count against
-_REQUEST_MEMORY = 0.95  # a trial's weight after one more: about the last 20 trials of a request count
-_POOL_MEMORY = 0.995
+_LONG_WEIGHT = 4.0  # trials of the long counts that the late ones count against
+_PRIOR_WEIGHT = 2.0  # trials of the prior that the long counts count against
+_LATE_MEMORY = 0.95  # of a step after one more: about the last 20 count
+_LONG_MEMORY = 0.995
+
+
+class AcceptanceBook:
+    """Recent acceptance of all live requests together."""
+
+    def __init__(self, max_draft_tokens: int) -> None:
+        self._max_draft_tokens = max_draft_tokens
+        self._late = _Trials(max_draft_tokens, _LATE_MEMORY)
+        self._long = _Trials(max_draft_tokens, _LONG_MEMORY)
+
+    def observe(self, num_draft: int, accepted: Sequence[int]) -> None:
+        """One step: of every request's `num_draft` drafts, how many were accepted.
+
+        Raises ValueError when one of them is not in 0 .. num_draft.
+        """
+        if num_draft > self._max_draft_tokens or (
+            accepted and not 0 <= min(accepted) <= max(accepted) <= num_draft
+        ):
+            raise ValueError(
+                f"accepted {list(accepted)} of {num_draft} drafts, at most {self._max_draft_tokens}"
+            )
+        if num_draft == 0:
+            return
+        counts = [0] * (num_draft + 1)
+        for each in accepted:
+            counts[each] += 1
+        # At least j were accepted of so many blocks, j = 0 .. num_draft: these tried position j + 1.
+        reached = [*accumulate(reversed(counts))][::-1]
+        for trials in (self._late, self._long):
+            trials.add(reached)
+
+    def forget(self, share: float) -> None:
+        """So much of the live requests has ended; what they showed for long is kept."""
+        self._late.fade(1.0 - share)
+
+    def expected_tokens(self) -> list[float]:
+        """Tokens a step is expected to emit for a request, with 0, 1, ..., max_draft_tokens drafts."""
+        tokens, survival, prior = [1.0], 1.0, _PRIOR_HAZARD
+        rows = zip(
+            self._long.successes, self._long.trials, self._late.successes, self._late.trials, strict=True
+        )
+        for long_successes, long_trials, late_successes, late_trials in rows:
+            prior = (long_successes + _PRIOR_WEIGHT * prior) / (long_trials + _PRIOR_WEIGHT)
+            survival *= (late_successes + _LONG_WEIGHT * prior) / (late_trials + _LONG_WEIGHT)
+            tokens.append(tokens[-1] + survival)
+        return tokens
+
+
+def hoped_tokens(num_draft: int) -> float:
+    """Tokens of a step with so many drafts, were all positions what the first is taken for before anything is seen."""
+    return (1 - _PRIOR_HAZARD ** (num_draft + 1)) / (1 - _PRIOR_HAZARD)
 
 
 class _Trials:
-    """Fading counts of trials and successes per block position."""
+    """Fading counts of trials and successes of each block position."""
 
     def __init__(self, num_positions: int, memory: float) -> None:
         self._memory = memory
         self.trials = [0.0] * num_positions
         self.successes = [0.0] * num_positions
 
-    def add(self, num_draft: int, accepted: int) -> None:
-        for position in range(min(accepted + 1, num_draft)):
-            self.trials[position] = self.trials[position] * self._memory + 1.0
-            self.successes[position] = self.successes[position] * self._memory + (position < accepted)
+    def add(self, reached: Sequence[int]) -> None:
+        """`reached[j]`: of how many blocks at least j drafts were accepted.
 
+        What is not tried fades all the same, so that it is taken for as good as what is, and tried again.
+        """
+        self.fade(self._memory)
+        for position, (tried, succeeded) in enumerate(pairwise(reached)):
+            self.trials[position] += tried
+            self.successes[position] += succeeded
 
-class AcceptanceBook:
-    """Recent acceptance of every live request, and of all together."""
-
-    def __init__(self, max_draft_tokens: int) -> None:
-        self._max_draft_tokens = max_draft_tokens
-        self._pool = _Trials(max_draft_tokens, _POOL_MEMORY)
-        self._requests: dict[RequestId, _Trials] = {}
-
-    def observe(self, request: RequestId, num_draft: int, accepted: int) -> None:
-        """Take in one step of `request`. Raises ValueError when `accepted` is not in 0 .. num_draft."""
-        if not 0 <= accepted <= num_draft <= self._max_draft_tokens:
-            raise ValueError(f"accepted {accepted} of {num_draft} drafts, at most {self._max_draft_tokens}")
-        if num_draft == 0:
-            return
-        self._pool.add(num_draft, accepted)
-        if request not in self._requests:
-            self._requests[request] = _Trials(self._max_draft_tokens, _REQUEST_MEMORY)
-        self._requests[request].add(num_draft, accepted)
-
-    def forget(self, request: RequestId) -> None:
-        """Drop a request's own counts; the pool keeps what it learnt. A stranger is harmless."""
-        self._requests.pop(request, None)
-
-    def expected_tokens(self, request: RequestId) -> list[float]:
-        """Tokens a step of `request` is expected to emit with 0, 1, ..., max_draft_tokens drafts."""
-        own = self._requests.get(request)
-        tokens, survival = [1.0], 1.0
-        for position, pooled in enumerate(self._pool_hazards()):
-            hazard = pooled
-            if own is not None:
-                hazard = _shrunk(own.successes[position], own.trials[position], pooled, _POOL_WEIGHT)
-            survival *= hazard
-            tokens.append(tokens[-1] + survival)
-        return tokens
-
-    def _pool_hazards(self) -> list[float]:
-        hazards, prior = [], _PRIOR_HAZARD
-        for successes, trials in zip(self._pool.successes, self._pool.trials, strict=True):
-            prior = _shrunk(successes, trials, prior, _PRIOR_WEIGHT)
-            hazards.append(prior)
-        return hazards
-
-
-def _shrunk(successes: float, trials: float, prior: float, weight: float) -> float:
-    return (successes + weight * prior) / (trials + weight)
+    def fade(self, factor: float) -> None:
+        self.trials = [count * factor for count in self.trials]
+        self.successes = [count * factor for count in self.successes]

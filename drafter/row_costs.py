@@ -1,11 +1,12 @@
 """What a step costs by the rows it computes, fitted to every step that was measured.
 
-    verifying n tokens of b requests   v0 + v1 · n + v2 · max(n - 16, 0) + v3 · b
+    verifying n tokens of b requests   v0 + v1 · n + sum over h = 16, 64, 256 of v_h · max(n - h, 0) + v2 · b
     drafting k tokens for b requests   d0 + d1 · b + d2 · b · k
 
-Four and three numbers for all batch sizes and draft counts: what one step shows serves the others, and no single
-measurement decides. The hinge stands for where a processor stops being bound by reading weights. Squares of relative
-errors are least, old steps fade, and a prior that does not keeps what the steps at hand do not tell apart.
+A few numbers for all batch sizes and draft counts: what one step shows serves the others, and no single measurement
+decides. The hinges stand for where a processor stops being bound by reading weights: a CPU near the first, a GPU at one
+of the others. Squares of relative errors are least, old steps fade, and a prior that does not keeps what the steps at
+hand do not tell apart.
 
 Only proportions decide, but a machine that is shared or throttled may be twice as slow a minute later. So seconds are
 divided by the machine's pace of the moment, which follows quickly: how long a step took over how long it was expected
@@ -16,18 +17,19 @@ Pure.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-_HINGE_ROWS = 16
+_HINGES = (16, 64, 256)
 _PACE_GAIN = 0.3  # how far one step moves the pace towards what it shows
 _LARGEST_SURPRISE = 2.0  # what differs more from what was expected is taken for that
 _MEMORY = 0.995  # of a step after one more
 # Coefficients in units of a lone request's plain step, and how many steps' worth of trust each has: a CPU of two cores
 # with SmolLM2-135M.
-_VERIFY_PRIOR, _VERIFY_TRUST = (0.85, 0.06, 0.02, 0.03), (0.2, 20.0, 20.0, 10.0)
+_VERIFY_PRIOR, _VERIFY_TRUST = (0.85, 0.06, 0.02, 0.0, 0.0, 0.03), (0.2, 20.0, 20.0, 20.0, 20.0, 10.0)
 _DRAFT_PRIOR, _DRAFT_TRUST = (0.22, 0.05, 0.007), (0.5, 10.0, 200.0)
 _LEAST_SHARE = 0.05  # of the unit: no step is cheaper
 
@@ -66,10 +68,11 @@ class RowCosts:
         return self._scale * self._draft.at(_draft_features(batch_size, num_draft))
 
     def _observe(self, fit: _Fit, features: Sequence[float], seconds: float) -> None:
-        ratio = seconds / (self._scale * fit.at(features))
+        expected = fit.at(features)
+        ratio = seconds / (self._scale * expected)
         ratio = min(max(ratio, 1 / _LARGEST_SURPRISE), _LARGEST_SURPRISE)
-        fit.add(features, ratio * fit.at(features))
-        self._pace *= ratio**_PACE_GAIN
+        fit.add(features, expected, ratio)
+        self._pace *= 1 + _PACE_GAIN * (ratio - 1)
 
     @property
     def _scale(self) -> float:
@@ -84,21 +87,32 @@ class _Fit:
         self._moment = self._trust @ np.asarray(prior, dtype=np.float64)
         self._seen = np.zeros_like(self._trust)
         self._seen_moment = np.zeros_like(self._moment)
-        self._coefficients: npt.NDArray[np.floating] = np.asarray(prior, dtype=np.float64)
+        self._coefficients: list[float] | None = [*prior]  # None: to be solved for
 
-    def add(self, features: Sequence[float], value: float) -> None:
-        row = np.asarray(features, dtype=np.float64) / value
-        self._seen = self._seen * _MEMORY + np.outer(row, row)
-        self._seen_moment = self._seen_moment * _MEMORY + row
-        self._coefficients = np.linalg.solve(self._trust + self._seen, self._moment + self._seen_moment)
+    def add(self, features: Sequence[float], expected: float, ratio: float) -> None:
+        """A value was `ratio` times what was expected.
+
+        Errors are relative to that. Relative to the value itself, low ones would count more: the fit would come out
+        below the mean, and the pace, which makes up for it, would never stop rising.
+        """
+        row: npt.NDArray[np.float64] = np.asarray(features, dtype=np.float64) / expected
+        self._seen *= _MEMORY
+        self._seen += row[:, None] * row
+        self._seen_moment *= _MEMORY
+        self._seen_moment += ratio * row
+        self._coefficients = None
 
     def at(self, features: Sequence[float]) -> float:
-        return max(float(self._coefficients @ np.asarray(features)), _LEAST_SHARE)
+        if self._coefficients is None:
+            solved = np.linalg.solve(self._trust + self._seen, self._moment + self._seen_moment)
+            self._coefficients = solved.tolist()
+        value: float = sum(map(operator.mul, self._coefficients, features))
+        return max(value, _LEAST_SHARE)
 
 
 def _verify_features(batch_size: int, num_tokens: int) -> tuple[float, ...]:
-    return 1.0, float(num_tokens), float(max(num_tokens - _HINGE_ROWS, 0)), float(batch_size)
+    return 1.0, num_tokens, *(max(num_tokens - hinge, 0) for hinge in _HINGES), batch_size
 
 
 def _draft_features(batch_size: int, num_draft: int) -> tuple[float, ...]:
-    return 1.0, float(batch_size), float(batch_size * num_draft)
+    return 1.0, batch_size, batch_size * num_draft

@@ -290,7 +290,7 @@ def build(config: WorkerConfig, models: Models, make_port: MakePort | None = Non
         step=step,
         sampler=sampler,
         ledger=ledger,
-        policy=_policy(drafter, config.draft_tokens, can_trim=step.can_trim),
+        policy=_policy(drafter, config.draft_tokens, step),
         max_draft_tokens=max_draft_tokens,
     )
     engine_limits = EngineLimits(
@@ -404,12 +404,14 @@ class _Memory:
 
 
 def _policy(
-    drafter: BlockDrafter | None, draft_tokens: DraftPolicy | int, *, can_trim: bool
+    drafter: BlockDrafter | None, draft_tokens: DraftPolicy | int, step: DecodeStep
 ) -> DraftingPolicy:
     """Who decides how much is drafted and verified."""
-    if drafter is not None and draft_tokens == "adaptive" and can_trim and drafter.has_confidences:
+    if drafter is not None and draft_tokens == "adaptive" and step.can_trim and drafter.has_confidences:
         return ConfidentPolicy(drafter.max_draft_tokens)
-    return BlockLengthPolicy(drafter.max_draft_tokens if drafter is not None else 0, draft_tokens)
+    return BlockLengthPolicy(
+        drafter.max_draft_tokens if drafter is not None else 0, draft_tokens, step.num_rows
+    )
 
 
 def _memory(demand: KvDemand, plan: PagePlan, dtype: torch.dtype, device: torch.device) -> _Memory:

@@ -146,6 +146,10 @@ class CapturedStep:
         """A graph verifies a fixed number of drafts, and asking for confidences first would make the host wait."""
         return False
 
+    def num_rows(self, batch_size: int, num_draft: int) -> int:
+        """Those of the smallest graph that fits."""
+        return fitting(batch_size, self._batches) * fitting(num_draft + 1, self._widths)
+
     @torch.inference_mode()
     def run(self, sequences: Items[Sequence], num_draft: int, trim: Trim | None = None) -> StepOutcome:
         """See `DecodeStep.run`; every draft is verified."""

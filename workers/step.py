@@ -54,6 +54,9 @@ class DecodeStep(Protocol):
     def can_trim(self) -> bool:
         """Whether `run` can verify fewer drafts than were made."""
 
+    def num_rows(self, batch_size: int, num_draft: int) -> int:
+        """Tokens that a step with so many drafts computes when all are verified, padding included."""
+
     def run(self, sequences: Items[Sequence], num_draft: int, trim: Trim | None = None) -> StepOutcome:
         """Step requests that all draft, or none of them; `num_draft` of them each.
 
@@ -75,6 +78,9 @@ class EagerStep:
     @property
     def can_trim(self) -> bool:
         return True
+
+    def num_rows(self, batch_size: int, num_draft: int) -> int:
+        return batch_size * (num_draft + 1)
 
     def run(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import pytest
 
 from drafter.policy import BlockLengthPolicy, PolicyMode
 from kvmanager.ids import RequestId
+from workers.buckets import powers_up_to
 
 MAX = 7
 DECODE_S, WIDEST_VERIFY_S, DRAFT_S = 0.048, 0.085, 0.039
@@ -118,7 +120,7 @@ def test_it_comes_near_the_best_fixed_number_and_never_falls_behind_target_only(
     run = Machine(noise).run(BlockLengthPolicy(MAX, "adaptive"), hazards, batch=batch)
     best_s = min(ideal_s(hazards, num_draft) for num_draft in range(MAX + 1))
     assert ideal_s(hazards, 0) / run.seconds_per_token >= 0.97
-    assert best_s / run.seconds_per_token >= 0.94
+    assert best_s / run.seconds_per_token >= 0.96
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -126,8 +128,60 @@ def test_it_comes_near_the_best_fixed_number_and_never_falls_behind_target_only(
 def test_a_machine_whose_speed_wanders_does_not_mislead_it(text: str, seed: int) -> None:
     hazards = TEXTS[text]
     run = Machine(0.1, seed, wanders=True).run(BlockLengthPolicy(MAX, "adaptive"), hazards)
-    assert ideal_s(hazards, 0) / run.seconds_per_token >= 0.95
-    assert min(ideal_s(hazards, k) for k in range(MAX + 1)) / run.seconds_per_token >= 0.92
+    assert min(ideal_s(hazards, k) for k in range(MAX + 1)) / run.seconds_per_token >= 0.96
+
+
+def captured_rows(batch_size: int, num_draft: int) -> int:
+    """Tokens of a captured step: batch and width are rounded up to powers of two."""
+    return powers_up_to(64)[(batch_size - 1).bit_length()] * powers_up_to(8)[num_draft.bit_length()]
+
+
+def captured_tokens_per_s(
+    policy: BlockLengthPolicy, batch: int, answers: int, row_s: float, seed: int
+) -> float:
+    """Answers of 96 tokens, a batch at a time until its last request is done, on a device that computes 64 rows as
+    quickly as one and then pays `row_s` for each. What is accepted somewhere does not depend on the policy.
+    """
+    spent_s, emitted, noise = 0.0, 0, random.Random(seed)
+    for first in range(0, answers, batch):
+        left = {RequestId(f"{seed} {number}"): 96 for number in range(first, first + batch)}
+        while left:
+            live = len(left)
+            num_draft = policy.choose(live, [*left])
+            for request in [*left]:
+                accepted = min(num_draft, _acceptable(request, left[request]))
+                policy.observe_acceptance(request, num_draft, accepted)
+                emitted += min(accepted + 1, left[request])
+                left[request] -= accepted + 1
+                if left[request] <= 0:
+                    policy.forget(request)
+                    del left[request]
+            verify_s = 1.4e-3 + row_s * max(captured_rows(live, num_draft) - 64, 0)
+            draft_s = 0.5e-3 + 0.3 * row_s * max(8 * live - 64, 0) if num_draft else 0.0
+            factor = math.exp(noise.gauss(0.0, 0.02))
+            policy.observe_cost(live, num_draft, draft_s * factor, verify_s * factor, live * num_draft)
+            spent_s += verify_s + draft_s
+    return emitted / spent_s
+
+
+@functools.cache
+def _acceptable(request: RequestId, left: int) -> int:
+    draw = random.Random(f"{request} {left}")
+    hazard = draw.choice([0.45, 0.7, 0.9, 0.95])
+    return next((length for length in range(MAX) if draw.random() > hazard), MAX)
+
+
+@pytest.mark.parametrize("batch", [1, 8, 64])
+@pytest.mark.parametrize("row_s", [0.0, 4e-6, 2e-5])
+def test_captured_steps_of_any_batch_come_near_the_best_fixed_number(batch: int, row_s: float) -> None:
+    answers = max(24, 4 * batch)
+
+    def speed(mode: PolicyMode | int) -> float:
+        policy = BlockLengthPolicy(MAX, mode, captured_rows)
+        captured_tokens_per_s(policy, batch, answers, row_s, 0)
+        return captured_tokens_per_s(policy, batch, answers, row_s, 1)
+
+    assert speed("adaptive") >= 0.97 * max(speed(num_draft) for num_draft in (0, 1, 3, 5, 7))
 
 
 def test_hopeless_text_is_decoded_plainly_and_excellent_text_in_full_blocks() -> None:

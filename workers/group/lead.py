@@ -128,6 +128,10 @@ class LeadingStep:
     def prepare(self, num_drafts: Iterable[int]) -> None:
         """Nothing: shapes are captured by all ranks together, at the first step that has them."""
 
+    def num_rows(self, batch_size: int, num_draft: int) -> int:
+        """Of all ranks together, what graphs of one of them may add left out."""
+        return batch_size * (num_draft + 1)
+
     def run(self, sequences: Items[Sequence], num_draft: int, trim: Trim | None = None) -> StepOutcome:
         rows = rows_of(self._runner, self._lead, sequences)
         decode = Decode(rows, tuple(s.last_token for s in sequences), num_draft)
