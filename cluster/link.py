@@ -1,6 +1,6 @@
 """A gateway's link to one worker: its facts, its heartbeat, its stream of tokens.
 
-    joining ──facts, attached──▶ ready ──stream broke | heartbeat missed──▶ suspect ──facts, attached──▶ ready ...
+    joining ──facts, figures, attached──▶ ready ──stream broke | heartbeat missed──▶ suspect ──facts ...──▶ ready ...
 
 A suspect worker gets no new requests; whatever it held for this gateway is over, because tokens may have been lost
 between it and here. The link itself never gives up: it tries again until it is closed, and what it finds then may be
@@ -121,12 +121,11 @@ class WorkerLink:
             try:
                 async with asyncio.TaskGroup() as group:
                     self.facts = await self.client.facts(self._times.heartbeat_timeout_s)
+                    await self.refresh()  # a worker whose engine has failed still knows its facts
                     group.create_task(self._read_frames())
                     group.create_task(self._beat())
             except* (WorkerUnreachable, WorkerRefused) as troubles:
                 self.trouble = "; ".join(str(trouble) for trouble in troubles.exceptions)
-                # One that answers, and is not well, would attach again at once.
-                self.doubted |= any(isinstance(trouble, WorkerRefused) for trouble in troubles.exceptions)
             except* Exception as bugs:
                 # The loop that owns the link must outlive whatever a frame or a callback does to it.
                 self.trouble = "; ".join(repr(bug) for bug in bugs.exceptions)
@@ -150,5 +149,5 @@ class WorkerLink:
 
     async def _beat(self) -> None:
         while True:
-            await self.refresh()
             await asyncio.sleep(self._times.heartbeat_interval_s)
+            await self.refresh()

@@ -6,7 +6,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,14 +25,19 @@ from workers.request import RequestStats, SamplingParams
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
 MAX_TOKENS = 40
-LONG = 440
+LONG = 240
 PROMPT = list(range(40, 70))
-COMMON = """
+LONG_PROMPT = [32 + index * index % 90 for index in range(800)]
+MAX_SEQ_LEN = 1152
+COMMON = f"""
 pair = "tiny"
 dtype = "float64"
 draft_tokens = "full"
 max_batch = 4
-max_seq_len = 512
+max_seq_len = {MAX_SEQ_LEN}
+chunk_tokens = 32
+heartbeat_interval_s = 0.2
+prefix_cache = false
 num_threads = 1
 rank_timeout_s = 8
 silence_limit_s = 8
@@ -48,6 +54,11 @@ SPLIT = f"""
 [context]
 tensor_parallel_size = 2
 """
+PAIR = f"""
+{SPLIT}
+[generation]
+tensor_parallel_size = 2
+"""
 TARGET_BYTES, DRAFT_BYTES = 2 * 4 * 2 * 32 * 8, 2 * 2 * 2 * 32 * 8  # K|V, layers, KV heads, head_dim, float64
 SHIPPED_TOKENS = 32  # of the prompt, in whole pages of 16
 
@@ -59,12 +70,12 @@ class Served:
     address: str
 
     def ask(
-        self, max_tokens: int, then: Callable[[], object] = lambda: None
+        self, prompt: Sequence[int], max_tokens: int, then: Callable[[], object] = lambda: None
     ) -> tuple[list[int], RequestStats | None]:
         """The answer's tokens, and what they cost. `then` is called once the first have come."""
         tokens: list[int] = []
         with Client(self.address) as client:
-            for event in client.generate(PROMPT, max_tokens=max_tokens, ignore_eos=True):
+            for event in client.generate(list(prompt), max_tokens=max_tokens, ignore_eos=True):
                 if isinstance(event, AnswerEnd):
                     return tokens, event.usage.stats
                 if not tokens:
@@ -111,16 +122,16 @@ def alone() -> Models:
     return load_models(WorkerConfig(role="aggregated", pair=PairSpec(name="tiny"), dtype="float64"))
 
 
-def golden(alone: Models, max_tokens: int) -> tuple[list[int], RequestStats | None]:
+def golden(alone: Models, prompt: list[int], max_tokens: int) -> tuple[list[int], RequestStats | None]:
     """What one rank says, and in which steps."""
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    [outcome] = run_aggregated(alone, [PROMPT], sampling, dtype="float64")
+    [outcome] = run_aggregated(alone, [prompt], sampling, max_seq_len=MAX_SEQ_LEN, dtype="float64")
     return outcome.tokens, outcome.stats
 
 
 def test_two_ranks_answer_through_the_gateway_as_one_does_and_end_with_it(alone: Models) -> None:
     with serving(AGGREGATED) as served:
-        assert served.ask(MAX_TOKENS) == golden(alone, MAX_TOKENS)
+        assert served.ask(PROMPT, MAX_TOKENS) == golden(alone, PROMPT, MAX_TOKENS)
         assert workers_at(served.address).keys() == {"aggregated-0"}
         assert held_at(served.address) == []
         pids = served.pids("aggregated-0")
@@ -130,8 +141,8 @@ def test_two_ranks_answer_through_the_gateway_as_one_does_and_end_with_it(alone:
 
 def test_two_context_ranks_feed_a_generation_worker_of_one(alone: Models) -> None:
     with serving(SPLIT) as served:
-        tokens, stats = served.ask(MAX_TOKENS)
-        said, one = golden(alone, MAX_TOKENS)
+        tokens, stats = served.ask(PROMPT, MAX_TOKENS)
+        said, one = golden(alone, PROMPT, MAX_TOKENS)
         assert tokens == said
         assert stats is not None
         assert one is not None
@@ -146,28 +157,63 @@ def test_two_context_ranks_feed_a_generation_worker_of_one(alone: Models) -> Non
         assert held_at(served.address) == []
 
 
+@dataclass(frozen=True)
+class Loss:
+    """A rank of a worker that is lost once the worker computes, or once the first tokens have come."""
+
+    worker: str
+    rank: int
+    sent: signal.Signals
+    streaming: bool
+
+
+def lose_and_answer(served: Served, loss: Loss, prompt: Sequence[int], said: list[int]) -> None:
+    before, pids = served.epoch(loss.worker), served.pids(loss.worker)
+    began_s = time.monotonic()
+    if loss.streaming:
+        tokens, _ = served.ask(prompt, len(said), then=lambda: os.kill(pids[loss.rank], loss.sent))
+    else:
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(served.ask, prompt, len(said))
+            wait_until(lambda: workers_at(served.address)[loss.worker].running > 0, served.part.log)
+            os.kill(pids[loss.rank], loss.sent)
+            tokens, _ = asked.result()
+    print(f"{loss}: answered after {time.monotonic() - began_s:.1f} s")
+    assert tokens == said
+    assert served.epoch(loss.worker) not in ("", before)
+    wait_until(lambda: gone(pids), served.part.log)
+    wait_until(lambda: held_at(served.address) == [], served.part.log)
+
+
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+LOSSES = [Loss("aggregated-0", rank, sent, True) for rank in (1, 0) for sent in (KILL, STOP)]
+SPLIT_LOSSES = [
+    Loss("context-0", 1, KILL, False),
+    Loss("context-0", 1, STOP, False),
+    Loss("context-0", 0, KILL, False),
+    Loss("generation-0", 1, KILL, False),
+    Loss("generation-0", 1, STOP, False),
+    Loss("generation-0", 1, KILL, True),
+    Loss("generation-0", 1, STOP, True),
+    Loss("generation-0", 0, KILL, True),
+]
+
+
 @pytest.mark.chaos
-def test_a_group_falls_as_a_whole_and_another_one_goes_on_with_the_stream(alone: Models) -> None:
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("settings", "losses", "prompt"),
+    [(AGGREGATED, LOSSES, PROMPT), (PAIR, SPLIT_LOSSES, LONG_PROMPT)],
+    ids=["aggregated", "split"],
+)
+def test_a_group_falls_as_a_whole_and_another_one_goes_on_with_the_stream(
+    alone: Models, settings: str, losses: list[Loss], prompt: list[int]
+) -> None:
     """Whichever rank is lost, and however: no rank of the old group stays, and no token is lost or said twice."""
-    said, _ = golden(alone, LONG)
-    with serving(AGGREGATED) as served:
-        for rank, sent in (
-            (1, signal.SIGKILL),
-            (1, signal.SIGSTOP),
-            (0, signal.SIGKILL),
-            (0, signal.SIGSTOP),
-        ):
-            before, pids = served.epoch("aggregated-0"), served.pids("aggregated-0")
-
-            def lose(pid: int = pids[rank], sent: signal.Signals = sent) -> None:
-                os.kill(pid, sent)
-
-            began_s = time.monotonic()
-            assert served.ask(LONG, lose)[0] == said
-            print(f"rank {rank}, {sent.name}: answered after {time.monotonic() - began_s:.1f} s")
-            assert served.epoch("aggregated-0") not in ("", before)
-            assert held_at(served.address) == []
-            wait_until(lambda pids=pids: gone(pids), served.part.log)  # type: ignore[misc]
+    said, _ = golden(alone, prompt, LONG)
+    with serving(settings) as served:
+        for loss in losses:
+            lose_and_answer(served, loss, prompt, said)
 
 
 def gone(pids: list[int]) -> bool:
