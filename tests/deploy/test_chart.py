@@ -124,6 +124,10 @@ def test_renders_change_only_on_purpose(name: str) -> None:
             "cpusPerWorker=4,context.resources.requests.cpu=3500m,generation.resources.limits.cpu=1500m",
             "generation: a worker takes cpusPerWorker 4, and Ray sees 2 in its pod",
         ),
+        (
+            "context.tensorParallelSize=2",
+            "context: a worker of 2 ranks takes cpusPerWorker 2 each, and Ray sees 2 in its pod",
+        ),
         ("context.labels.slipstream/role=x", "context.labels: the label slipstream/role is the chart's own"),
         ("context.replicas=2", "context: minReplicas <= replicas <= maxReplicas must hold, got 1, 2, 1"),
     ],
@@ -132,6 +136,20 @@ def test_wrong_values_are_refused_with_their_place(setting: str, complaint: str)
     done = helm("template", "slip", str(CHART), "--set", setting)
     assert done.returncode != 0
     assert complaint in done.stderr
+
+
+def test_a_pod_gets_gpus_for_all_ranks_of_its_worker(tmp_path: Path) -> None:
+    objects = render(
+        *("--set", "gpusPerWorker=1,generation.tensorParallelSize=4"),
+        *("--set", "generation.resources.requests.cpu=8"),
+    )
+    context, generation = one(objects, "RayCluster")["spec"]["workerGroupSpecs"]
+    for group, gpus in ((context, "1"), (generation, "4")):
+        limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+        assert limits["nvidia.com/gpu"] == gpus
+    config = configuration(objects, tmp_path)
+    assert (config.ranks("context"), config.ranks("generation")) == (1, 4)
+    assert config.placement.gpus == 1  # of each rank
 
 
 def test_a_release_name_that_the_operator_would_refuse_is_refused_here() -> None:

@@ -71,8 +71,10 @@
 {{- $cpu = dig "limits" "cpu" $cpu $group.resources | toString -}}
 {{- if $cpu -}}
 {{- $cpus := hasSuffix "m" $cpu | ternary (divf (trimSuffix "m" $cpu | float64) 1000) (float64 $cpu) | ceil -}}
-{{- if gt (float64 .root.Values.cpusPerWorker) $cpus -}}
-{{- fail (printf "%s: a worker takes cpusPerWorker %d, and Ray sees %v in its pod (%s.resources)" .role (int .root.Values.cpusPerWorker) $cpus .role) -}}
+{{- $ranks := int $group.tensorParallelSize -}}
+{{- if gt (mulf $ranks .root.Values.cpusPerWorker) $cpus -}}
+{{- $each := gt $ranks 1 | ternary (printf "of %d ranks takes cpusPerWorker %d each" $ranks (int .root.Values.cpusPerWorker)) (printf "takes cpusPerWorker %d" (int .root.Values.cpusPerWorker)) -}}
+{{- fail (printf "%s: a worker %s, and Ray sees %v in its pod (%s.resources)" .role $each $cpus .role) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -72,6 +72,10 @@ app.kubernetes.io/component: {{ eq .Values.gateway.kind "Deployment" | ternary "
 {{- $key }} = {{ toRawJson $value }}
 {{ end -}}
 {{- end }}
+{{- range $role := list "context" "generation" }}
+[{{ $role }}]
+tensor_parallel_size = {{ get (get $.Values $role) "tensorParallelSize" }}
+{{- end }}
 [placement]
 role_label = "slipstream/role"
 domain_label = {{ toRawJson .Values.placement.domainLabel }}
@@ -190,7 +194,7 @@ priorityClassName: {{ . }}
 {{/* A group's resources with its GPUs and its RDMA device. Arguments: root, group. */}}
 {{- define "slipstream.workerResources" -}}
 {{- $limits := dict -}}
-{{- if .root.Values.gpusPerWorker -}}{{- $_ := set $limits .root.Values.gpuResource (.root.Values.gpusPerWorker | toString) -}}{{- end -}}
+{{- if .root.Values.gpusPerWorker -}}{{- $_ := set $limits .root.Values.gpuResource (mul .root.Values.gpusPerWorker .group.tensorParallelSize | toString) -}}{{- end -}}
 {{- if .group.rdma.enabled -}}{{- $_ := set $limits .group.rdma.resource "1" -}}{{- end -}}
 {{- toYaml (merge (dict "limits" $limits) (deepCopy .group.resources)) -}}
 {{- end -}}
