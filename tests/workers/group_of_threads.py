@@ -31,6 +31,7 @@ def group(
     change: Callable[[int, Follower], None] = lambda rank, follower: None,
     errors: list[BaseException] | None = None,
     make_port: MakePort = nixl_rank_port,
+    timeout_s: float = TIMEOUT_S,
 ) -> Iterator[Assembly]:
     """The first rank's assembly; the others follow until the end.
 
@@ -40,7 +41,7 @@ def group(
     ended: list[BaseException] = []
 
     def ranks(rank: int) -> GroupRanks:
-        return GroupRanks(Seat(rank=rank, size=size, timeout_s=TIMEOUT_S, start_s=TIMEOUT_S), store)
+        return GroupRanks(Seat(rank=rank, size=size, timeout_s=timeout_s, start_s=TIMEOUT_S), store)
 
     def follow(rank: int) -> None:
         end = ranks(rank)

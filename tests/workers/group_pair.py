@@ -38,7 +38,7 @@ class GroupPair(SplitPair):
         self._load = load
         self._sizes = dict(zip(("context", "generation"), sizes, strict=True))
         self._configs = {"context": context, "generation": generation}
-        self._groups = ExitStack()
+        self._groups: dict[Role, ExitStack] = {}
         try:
             super().__init__(None)  # type: ignore[arg-type]
         except BaseException:
@@ -53,7 +53,9 @@ class GroupPair(SplitPair):
         return group(self._sizes[role], partial(self._load, config), config, make_port=self._port)
 
     def _start(self, role: Role) -> None:
-        self._assemblies[role] = assembly = self._groups.enter_context(self._group(role))
+        running = ExitStack()
+        self._assemblies[role] = assembly = running.enter_context(self._group(role))
+        self._groups[role] = running
         if isinstance(assembly.engine, ContextEngine):
             self.context = assembly.engine
         else:
@@ -73,8 +75,14 @@ class GroupPair(SplitPair):
         self.run()
         return asked
 
+    def end(self, role: Role) -> None:
+        """The worker ends, as far as it has not."""
+        if role in self._groups:
+            self._groups.pop(role).close()
+
     def close(self) -> None:
-        self._groups.close()
+        for role in list(self._groups):
+            self.end(role)
 
 
 class ProcessPair(GroupPair):
