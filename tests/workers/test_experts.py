@@ -16,6 +16,7 @@ from drafter.ranks import OneRank
 from kvmanager.weights import WeightDivision, rank_weights
 from tests.workers.embedded_pair import load_embedded_pair
 from tests.workers.group_of_threads import group
+from tests.workers.group_pair import GroupPair
 from tests.workers.paged import PagedDecoder
 from tests.workers.random_pair import VOCAB, dspark, load_pair, write_random_pair
 from tests.workers.split_pair import Outcome, SplitPair, answers, config, run_aggregated
@@ -29,6 +30,7 @@ from tests.workers.tiny_checkpoints import (
 from workers.assembly import Models, load_models
 from workers.config import PairSpec, WorkerConfig
 from workers.errors import ModelMismatch
+from workers.group.ranks import GroupRanks
 from workers.models.errors import CheckpointError
 from workers.models.experts import GroupedExperts, LoopedExperts, MixtureMlp
 from workers.models.load import load_config, load_decoder
@@ -290,3 +292,20 @@ def test_a_group_answers_as_one_rank_does(
     ) as assembly:
         found = [account(answers(assembly.engine, PROMPTS, sampling)) for sampling in (GREEDY, SAMPLED)]
     assert found == golden
+
+
+def test_groups_that_divide_experts_otherwise_are_a_pair(tmp_path: Path) -> None:
+    """Whole experts on the context worker's ranks, shares of every one on the generation worker's."""
+    pair = write_random_pair(tmp_path, dspark("vanilla") | HEADS, "qwen3_moe", **HEADS)
+
+    def load(told: WorkerConfig, ranks: GroupRanks) -> Models:
+        return load_pair(pair, ranks, expert_parallel=told.expert_parallel)
+
+    groups = GroupPair(
+        load, (2, 2), config("context", **SMALL, expert_parallel=True), config("generation", **SMALL)
+    )
+    try:
+        found = [groups.outcomes[request_id] for request_id in groups.answer(PROMPTS, SAMPLED)]
+    finally:
+        groups.close()
+    assert account(found) == account(run_aggregated(load_pair(pair), PROMPTS, SAMPLED, **SMALL))
