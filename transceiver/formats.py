@@ -5,10 +5,12 @@ A pool's page is one or two parts behind each other (two in unified form: target
 rank holds; `Route` says how copies run then:
 
     equal formats                        page to page, adjacent pages in one copy
-    other page size, or fewer heads      gather into staging, which holds pages as the destination has them; write those
-    the destination has more heads       each layer's K and V of a page is one copy, to behind other ranks' heads
+    other heads                          each layer's K and V of a page is one copy: from behind heads that are not
+                                         shipped, to behind heads that others ship
+    other page size                      gather into staging first, which holds pages as the destination has them
 
-The staging buffer's order is the destination's own page order, so nothing is left to scatter over there.
+The staging buffer's order is the destination's own page order, so nothing is left to scatter over there. It is in host
+memory, so only pools in host memory may differ in their page size.
 """
 
 from __future__ import annotations
@@ -104,12 +106,7 @@ class Route:
     @property
     def staged(self) -> bool:
         """Whether source pages must be gathered into `shipped` pages first."""
-        return self.source != self.shipped
-
-    @property
-    def whole(self) -> bool:
-        """Whether shipped pages fill destination pages."""
-        return self.shipped == self.destination
+        return self.source.page_size != self.shipped.page_size
 
     @property
     def tag_place(self) -> int:
@@ -119,7 +116,7 @@ class Route:
     @property
     def page_to_page(self) -> bool:
         """Whether source pages become destination pages as they are."""
-        return self.whole and not self.staged
+        return self.source == self.shipped == self.destination
 
     def gathers(
         self, source: Sequence[PageId], first: int, end: int, num_tokens: int, from_position: int = 0
@@ -152,30 +149,34 @@ class Route:
     ) -> list[Copy]:
         """Copies of pages: the i-th of `source`, counted from the address `ours`, to the i-th of `destination`."""
         copies: list[Copy] = []
-        size = self.shipped.page_bytes
+        origin = self.shipped if self.staged else self.source
+        size = origin.page_bytes
         for run in page_runs(source, destination, 0, len(destination)):
             start, base = ours + run.source * size, theirs.address + run.destination * theirs.page_bytes
-            if self.whole:
+            if origin == self.destination:
                 copies.append(Copy(start, base, run.count * size))
                 continue
             for page in range(run.count):
-                copies += self._planes(start + page * size, base + page * theirs.page_bytes)
+                copies += self._planes(origin, start + page * size, base + page * theirs.page_bytes)
         return copies
 
-    def _planes(self, ours: int, theirs: int) -> list[Copy]:
-        """One page whose heads lie between other ranks' heads at the destination."""
+    def _planes(self, origin: PageFormat, ours: int, theirs: int) -> list[Copy]:
+        """One page of which some heads are shipped, or whose heads lie between other ranks' at the destination."""
         copies: list[Copy] = []
-        for shipped, whole in zip(self.shipped.parts, self.destination.parts, strict=True):
-            skip = (shipped.first_head - whole.first_head) * whole.head_bytes
+        for held, shipped, whole in zip(
+            origin.parts, self.shipped.parts, self.destination.parts, strict=True
+        ):
+            here = (shipped.first_head - held.first_head) * held.head_bytes
+            there = (shipped.first_head - whole.first_head) * whole.head_bytes
             for plane in range(2 * whole.geometry.num_layers):
                 copies.append(
                     Copy(
-                        ours + plane * shipped.plane_bytes,
-                        theirs + plane * whole.plane_bytes + skip,
+                        ours + plane * held.plane_bytes + here,
+                        theirs + plane * whole.plane_bytes + there,
                         shipped.plane_bytes,
                     )
                 )
-            ours += shipped.geometry.page_bytes
+            ours += held.geometry.page_bytes
             theirs += whole.geometry.page_bytes
         return copies
 

@@ -113,8 +113,21 @@ def compare_pools(ours: Hello, theirs: Hello, staging_bytes: int) -> list[str]:
         found.append(_difference("draft pool", _presence(ours.pools.draft), _presence(theirs.pools.draft)))
     if ours.fingerprint.verify != "off" and (ours.pools.tags is None) != (theirs.pools.tags is None):
         found.append(_difference("tags", _presence(ours.pools.tags), _presence(theirs.pools.tags)))
-    if page_formats(ours.fingerprint) == page_formats(theirs.fingerprint) or found:
+    if found:
         return found
+    if ours.fingerprint.target.page_size != theirs.fingerprint.target.page_size:
+        found = _compare_staging(ours, theirs, staging_bytes)
+    if ours.fingerprint.verify == "checksum" and _heads(ours.fingerprint) != _heads(theirs.fingerprint):
+        found.append(
+            f"kv heads {_heads(ours.fingerprint)} here and {_heads(theirs.fingerprint)} at the peer fill pages "
+            "together, and a checksum needs one writer of each: use verify = tag"
+        )
+    return found
+
+
+def _compare_staging(ours: Hello, theirs: Hello, staging_bytes: int) -> list[str]:
+    """Why pages of unequal sizes cannot be gathered."""
+    found: list[str] = []
     page_bytes = max(_page_bytes(ours), _page_bytes(theirs))
     on_device = ours.pools.target.device is not None or theirs.pools.target.device is not None
     unequal = (
@@ -125,11 +138,6 @@ def compare_pools(ours: Hello, theirs: Hello, staging_bytes: int) -> list[str]:
     if page_bytes > staging_bytes:
         found.append(
             f"{unequal} must be gathered, and a page of {page_bytes} bytes exceeds {staging_bytes} of staging"
-        )
-    if ours.fingerprint.verify == "checksum" and _heads(ours.fingerprint) != _heads(theirs.fingerprint):
-        found.append(
-            f"kv heads {_heads(ours.fingerprint)} here and {_heads(theirs.fingerprint)} at the peer fill pages "
-            "together, and a checksum needs one writer of each: use verify = tag"
         )
     return found
 
@@ -206,7 +214,7 @@ def _heads(fingerprint: Fingerprint) -> list[str]:
 
 
 def _page_words(fingerprint: Fingerprint) -> str:
-    return f"{fingerprint.target.page_size} tokens x {fingerprint.target.num_kv_heads} heads"
+    return f"{fingerprint.target.page_size} tokens"
 
 
 def _page_bytes(hello: Hello) -> int:

@@ -240,26 +240,33 @@ class NixlTransport:
     def _warm_up(self, hello: Hello) -> None:
         """Write each pool's dummy page, which nobody reads, twice: the peer's pools are mapped, and the link is timed.
 
-        Not between host memories, whose first write costs little, nor between pages of unlike sizes.
+        Not between host memories, whose first write costs little. Of pages of unlike sizes, what fits goes.
         """
+        peer = self._peers[hello.epoch]
         for number in (TARGET, DRAFT) if hello.pools.draft and self._pools.draft else (TARGET,):
             ours, theirs = self._pools.pool(number), hello.pools.pool(number)
-            if ours.device is None or theirs.device is None or ours.page_bytes != theirs.page_bytes:
+            if ours.device is None or theirs.device is None:
                 return
-            dummy = PageMove(number, (DUMMY_PAGE,), (DUMMY_PAGE,))
+            size = min(ours.page_bytes, theirs.page_bytes)
+            if ours.page_bytes == theirs.page_bytes:
+                make = partial(self._move, peer, PageMove(number, (DUMMY_PAGE,), (DUMMY_PAGE,)))
+            else:
+                here, there = (pool.address + DUMMY_PAGE * pool.page_bytes for pool in (ours, theirs))
+                dummy = Copy(here, there, size)
+                make = partial(self._request, hello.epoch, (dummy,), theirs)
             try:
-                first_s, second_s = (self._time(self._peers[hello.epoch], dummy) for _ in range(2))
+                first_s, second_s = (self._time(make) for _ in range(2))
             except self._errors as error:
                 _log.warning("worker %s: the first write failed: %s", hello.epoch, error)
                 return
-            speed = ours.page_bytes / second_s / 1e9
+            speed = size / second_s / 1e9
             words = "worker %s: first write %.0f ms, then a page of %d bytes in %.2f ms (%.1f GB/s)"
-            _log.info(words, hello.epoch, first_s * 1e3, ours.page_bytes, second_s * 1e3, speed)
+            _log.info(words, hello.epoch, first_s * 1e3, size, second_s * 1e3, speed)
 
-    def _time(self, peer: _Peer, move: PageMove) -> float:
-        """Seconds until a move is over, or is given up."""
+    def _time(self, make: Callable[[], _Handle]) -> float:
+        """Seconds until a request is over, or is given up."""
         start_s = time.perf_counter()
-        handle = self._move(peer, move)
+        handle = make()
         try:
             state = self._agent.transfer(handle)
             while state == "PROC" and time.perf_counter() - start_s < _WARM_UP_S:

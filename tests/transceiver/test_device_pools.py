@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from kvmanager.ids import PageId, TransferId, WorkerEpoch
+from tests.transceiver.small_group import Heads, rank_fingerprint
 from tests.transceiver.small_worker import FINGERPRINT, PAGE_SIZE, Clock, Memory, SmallWorker, handoff
 from transceiver import wire
 from transceiver.endpoint import Endpoint, Identity
@@ -124,3 +125,25 @@ def test_pages_of_unlike_sizes_are_not_gathered_out_of_a_device() -> None:
     sender, receiver = worker(hub, "sender"), worker(hub, "receiver", larger)
     with pytest.raises(HandshakeRefused, match="a pool lies on a device"):
         sender.endpoint.connect(receiver.endpoint.hello())
+
+
+def test_some_heads_of_a_page_leave_a_device_and_enter_another_without_the_host() -> None:
+    hub, heads = LoopbackHub(), Heads(target=4, draft=2)
+    whole = worker(hub, "whole", rank_fingerprint(heads, 0, 1), fill_seed=1)
+    half = worker(hub, "half", rank_fingerprint(heads, 1, 2))
+    back = worker(hub, "back", rank_fingerprint(heads, 0, 1))
+    pages = Pages((PageId(3), PageId(1)), (PageId(3), PageId(1)))
+    clock = Clock(whole, half, back)
+    for name, sender, receiver in (("there", whole, half), ("back", half, back)):
+        sender.endpoint.connect(receiver.endpoint.hello())
+        receiver.expect(name, 2 * PAGE_SIZE, pages)
+        sender.open(name, receiver, 2 * PAGE_SIZE, pages, pages)
+        sender.endpoint.finish(TransferId(name), handoff(2 * PAGE_SIZE))
+        assert [type(event) for event in clock.run(0.3)[receiver.epoch]] == [Landed]
+    for pool, total in (("target", heads.target), ("draft", heads.draft)):
+        there, here = (
+            getattr(each.memory, pool)[[3, 1]].reshape(2, -1, total, 16)  # bytes of a head of a page
+            for each in (back, whole)
+        )
+        assert (there[:, :, total // 2 :] == here[:, :, total // 2 :]).all()
+        assert not there[:, :, : total // 2].any()
