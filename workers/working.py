@@ -22,10 +22,11 @@ _BLOCKS_PER_MULTIPROCESSOR = 2
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkingSet:
     """Sizes of one worker. `width`: tokens verified per request and step; `block_size`: 0 without a drafter;
-    `mlp_elements`: what a token's way through an MLP holds at most at a time.
+    `expert_elements`: what a token's way through a mixture of experts holds at most at a time, 0 without one.
 
     `num_ranks_met`: ranks whose tokens meet in its MLPs, 1 unless each has tokens of its own. Its part of an MLP is as
-    much smaller as it has more tokens then, but for what goes in and comes out.
+    much smaller as it has more tokens then, but for what goes in and comes out, and for a mixture, where all experts of
+    a token have their rows on every rank.
     """
 
     target: KvGeometry
@@ -33,7 +34,7 @@ class WorkingSet:
     num_heads: int
     draft_heads: int
     hidden_size: int
-    mlp_elements: int
+    intermediate_size: int
     vocab_size: int
     num_taps: int
     max_batch: int
@@ -41,6 +42,7 @@ class WorkingSet:
     block_size: int
     chunk_tokens: int
     num_ranks_met: int = 1
+    expert_elements: int = 0
 
     @property
     def eager_bytes(self) -> int:
@@ -75,7 +77,8 @@ class WorkingSet:
         draft_elements = 0
         if self.draft is not None:
             draft_elements = 3 * self.draft.bytes_per_token // self.draft.element_bytes
-        elements = 4 * self.hidden_size + self.mlp_elements
+        elements = 4 * self.hidden_size
+        elements += max(3 * self.intermediate_size, self.expert_elements * self.num_ranks_met)
         elements += 2 * (self.num_ranks_met - 1) * self.hidden_size
         elements += 2 * self.num_taps * self.hidden_size + draft_elements
         return tokens * elements * self.target.element_bytes

@@ -33,12 +33,20 @@ def test_what_others_use_and_what_computing_takes_come_off_the_budget() -> None:
 
 def working(**changes: int) -> WorkingSet:
     sizes = {
-        "num_heads": 32, "draft_heads": 32, "hidden_size": 4096, "mlp_elements": 3 * 12288, "vocab_size": 151936,
+        "num_heads": 32, "draft_heads": 32, "hidden_size": 4096, "intermediate_size": 12288, "vocab_size": 151936,
         "num_taps": 5, "max_batch": 32, "width": 16, "block_size": 16, "chunk_tokens": 8192,
     }  # fmt: skip
     target = KvGeometry(num_layers=36, num_kv_heads=8, head_dim=128, page_size=16, element_bytes=2)
     draft = KvGeometry(num_layers=5, num_kv_heads=8, head_dim=128, page_size=16, element_bytes=2)
     return WorkingSet(target=target, draft=draft, **sizes | changes)
+
+
+def test_a_mixture_s_rows_count_on_every_rank_that_meets_the_token() -> None:
+    alone, dense = working(expert_elements=8 * 3 * (768 + 4096)), working()
+    of_a_token = 8 * 3 * (768 + 4096) * 2
+    assert alone.eager_bytes - dense.eager_bytes > 2 * 8192 * (of_a_token - 3 * 12288 * 2)
+    met = working(expert_elements=8 * 3 * (768 + 4096), num_ranks_met=4)
+    assert met.eager_bytes - alone.eager_bytes > 2 * 8192 * 3 * of_a_token
 
 
 def test_attention_scratch_holds_flashinfers_partial_results() -> None:

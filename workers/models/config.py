@@ -99,14 +99,14 @@ class ModelConfig:
     mixture: Mixture | None = None
 
     @property
-    def mlp_elements(self) -> int:
-        """What a token's way through an MLP holds at most: gate, up and their product, and with experts rows of its own
-        for each of them, before, behind, and in the tokens' order.
+    def expert_elements(self) -> int:
+        """What a token's way through a mixture holds at most: for each of its experts gate, up and their product, and
+        its row before, behind, and in the tokens' order.
         """
-        dense, mixture = 3 * self.intermediate_size, self.mixture
+        mixture = self.mixture
         if mixture is None:
-            return dense
-        return max(dense, mixture.experts_per_token * 3 * (mixture.intermediate_size + self.hidden_size))
+            return 0
+        return mixture.experts_per_token * 3 * (mixture.intermediate_size + self.hidden_size)
 
     def mixture_of(self, layer: int) -> Mixture | None:
         """The experts of this layer; None for a dense one."""
