@@ -17,6 +17,7 @@ import pytest
 from cluster.answers import AnswerEnd
 from cluster.client import Client
 from tests.cluster.parts import Part, environment, held_at, worker_pid, workers_at
+from tests.cluster.ray_head import RayHead, free_ports
 from tests.workers.split_pair import run_aggregated
 from workers.assembly import Models, load_models
 from workers.config import PairSpec, WorkerConfig
@@ -84,7 +85,9 @@ class Served:
         raise AssertionError("no end")
 
     def epoch(self, worker: str) -> str:
-        return workers_at(self.address)[worker].epoch
+        """Empty while nobody serves there."""
+        known = workers_at(self.address).get(worker)
+        return known.epoch if known is not None else ""
 
     def pids(self, worker: str) -> list[int]:
         """Of both ranks."""
@@ -214,6 +217,49 @@ def test_a_group_falls_as_a_whole_and_another_one_goes_on_with_the_stream(
     with serving(settings) as served:
         for loss in losses:
             lose_and_answer(served, loss, prompt, said)
+
+
+@pytest.mark.chaos
+def test_a_kept_group_outlives_its_supervisor_whole_and_is_rolled_whole(alone: Models) -> None:
+    said, _ = golden(alone, PROMPT, MAX_TOKENS)
+    head = RayHead()
+    registry = f"127.0.0.1:{free_ports(1)[0]}"
+    env = environment(head.home, RAY_ADDRESS=head.address, PATH=head.env["PATH"])
+    config = head.home / "kept.toml"
+    config.write_text(AGGREGATED)
+    parts: list[Part] = []
+
+    def part(*arguments: str) -> Part:
+        log = head.home / f"part-{len(parts)}.log"
+        parts.append(Part(log, *arguments, "--config", str(config), env=env))
+        return parts[-1]
+
+    def keep(*options: str) -> Part:
+        started = part("workers", "--registry", registry, "--keep-workers", *options)
+        started.wait_for("workers ready")
+        return started
+
+    try:
+        first = keep()
+        gateway = part("gateway", "--attach", registry, "--listen", "127.0.0.1:0")
+        served = Served(head.home, gateway, gateway.wait_for(r"ready on (\S+) after")[1])
+        assert served.ask(PROMPT, MAX_TOKENS)[0] == said
+        before, pids = served.epoch("aggregated-0"), served.pids("aggregated-0")
+        first.kill()  # no goodbye
+        second = keep()
+        assert "found serving" in second.log.read_text()
+        time.sleep(3)  # Ray cleans up behind a driver
+        assert served.ask(PROMPT, MAX_TOKENS)[0] == said
+        assert (served.epoch("aggregated-0"), served.pids("aggregated-0")) == (before, pids)
+        assert second.end() == 0
+        keep("--max-batch", "3")
+        wait_until(lambda: served.epoch("aggregated-0") not in ("", before), second.log)
+        assert served.ask(PROMPT, MAX_TOKENS)[0] == said
+        wait_until(lambda: gone(pids), second.log)
+    finally:
+        for each in parts:
+            each.kill()
+        head.stop()
 
 
 def gone(pids: list[int]) -> bool:
