@@ -27,7 +27,7 @@ from kvmanager.errors import (
     UnknownRequest,
 )
 from kvmanager.ids import PageKey, RequestId, SlotId, TransferId
-from kvmanager.layout import DraftKv, KvGeometry
+from kvmanager.layout import KvGeometry
 from kvmanager.lease import NO_DEADLINE
 from kvmanager.ledger import KvLedger, LedgerUsage, RequestPages
 from kvmanager.manager import BatchLimits
@@ -47,9 +47,6 @@ class Ledger(Protocol):
 
     @property
     def draft_window(self) -> int | None: ...
-
-    @property
-    def draft_kv(self) -> DraftKv | None: ...
 
     @property
     def num_target_pages(self) -> int: ...
@@ -111,7 +108,7 @@ class DividedLedger:
     def __init__(self, ledgers: Sequence[KvLedger]) -> None:
         self.ledgers = tuple(ledgers)
         first = self.ledgers[0]
-        self.limits, self.draft_kv, self.draft_window = first.limits, first.draft_kv, first.draft_window
+        self.limits, self.draft_window = first.limits, first.draft_window
         self.target_geometry, self.draft_geometry = first.target_geometry, first.draft_geometry
         self._ranks: dict[RequestId, int] = {}
         self._transfers: dict[TransferId, int] = {}

@@ -2,7 +2,8 @@
 
 Bytes shipped are pages_for(num_tokens) * page_bytes, and nothing else: whole pages, each once, in the receiver's page
 size. Of KV with a window these are the pages of the last `window` tokens: (pages_for(num_tokens) -
-first_page(num_tokens)) * page_bytes. A writer that has some of the heads only ships these of each page.
+first_page(num_tokens)) * page_bytes. A writer that has some of the heads only ships these of each page. The drafter's
+part of unified pages counts only where its context is shipped, though it travels with the rest.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from kvmanager.layout import KvGeometry
 from transceiver.errors import PlanError
 from transceiver.formats import Route
-from transceiver.wire import Fingerprint, Pools
+from transceiver.wire import DRAFT, TARGET, Fingerprint, Pools
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +38,13 @@ def pages_shipped(geometry: KvGeometry, num_tokens: int) -> int:
 
 
 def bytes_due(needed: Demand, routes: tuple[Route | None, Route | None], ship_draft: bool) -> tuple[int, int]:
-    """Target and draft bytes that a writer over these routes ships."""
-    target, draft = routes
-    draft_bytes = 0 if draft is None or not ship_draft else needed.draft_pages * draft.shipped.page_bytes
-    target_bytes = 0 if target is None else needed.target_pages * target.shipped.page_bytes
-    return target_bytes, draft_bytes
+    """Target and draft bytes that a writer over these routes ships; a unified page has both."""
+    counts = ((TARGET, needed.target_pages), (DRAFT, needed.draft_pages))
+    shipped = [
+        (pages * target, pages * draft)
+        for (pool, pages), way in zip(counts, routes, strict=True)
+        if way is not None
+        for target, draft in (way.shipped.bytes_apart(pool),)
+    ]
+    draft_bytes = sum(draft for _, draft in shipped) if ship_draft else 0
+    return sum(target for target, _ in shipped), draft_bytes

@@ -23,7 +23,7 @@ from kvmanager.ids import PageId
 from kvmanager.layout import KvGeometry
 from transceiver.errors import UnequalGeometry
 from transceiver.plan import page_runs
-from transceiver.wire import Fingerprint, HeadRange, Region
+from transceiver.wire import DRAFT, Fingerprint, HeadRange, Region
 
 
 class Copy(NamedTuple):
@@ -78,6 +78,13 @@ class PageFormat:
     @property
     def page_bytes(self) -> int:
         return sum(part.geometry.page_bytes for part in self.parts)
+
+    def bytes_apart(self, pool: int) -> tuple[int, int]:
+        """Of a page of this pool: the target's bytes, and the drafter's, which a unified page has both of."""
+        if pool == DRAFT:
+            return 0, self.page_bytes
+        target_bytes = self.parts[0].geometry.page_bytes
+        return target_bytes, self.page_bytes - target_bytes
 
 
 def page_formats(fingerprint: Fingerprint) -> tuple[PageFormat, PageFormat | None]:

@@ -71,8 +71,10 @@ class Lane:
         return self.final(self.num_tokens)
 
     @property
-    def bytes_shipped(self) -> int:
-        return self.shipped * self.route.shipped.page_bytes
+    def bytes_shipped(self) -> tuple[int, int]:
+        """The target's, and the drafter's."""
+        target, draft = self.route.shipped.bytes_apart(self.pool)
+        return self.shipped * target, self.shipped * draft
 
     def final(self, ready_position: int) -> int:
         """Leading pages of the list that can change no more."""

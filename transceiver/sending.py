@@ -430,8 +430,10 @@ class Sending:
             self._records.close(_key(transfer), closed, Broke(transfer, ending.state, ending.reason))
 
     def _bytes_shipped(self, entry: _Sending) -> tuple[int, int]:
-        shipped = {lane.pool: lane.bytes_shipped for lane in entry.lanes}
-        return shipped.get(TARGET, 0), shipped.get(DRAFT, 0)
+        """The target's, and the drafter's unless they are to be left alone where they arrive."""
+        shipped = [lane.bytes_shipped for lane in entry.lanes]
+        draft_bytes = sum(draft for _, draft in shipped) if entry.spec.ship_draft else 0
+        return sum(target for target, _ in shipped), draft_bytes
 
     def check(self) -> None:
         """Raises BookCorrupt when an entry contradicts its phase or its writes."""

@@ -42,7 +42,7 @@ from workers.errors import (
     WorkerRefused,
 )
 from workers.faults import Fault
-from workers.handoff import bytes_apart, to_handoff
+from workers.handoff import to_handoff
 from workers.limits import EngineLimits
 from workers.prefill import next_chunks
 from workers.request import (
@@ -74,7 +74,6 @@ class _ContextJob:
     lease_s: float = 0.0
     lease_end_s: float | None = None
     logprob: TokenLogprob | None = None  # the first token's
-    ships_draft: bool = False
     ended: bool = False
 
 
@@ -308,7 +307,6 @@ class ContextEngine:
         """
         reservation, request_id = job.reservation, job.sequence.request_id
         assert reservation is not None
-        job.ships_draft = job.sequence.drafting and self._ship_draft
         num_tokens = job.sequence.num_prompt_tokens
         pages = self.ledger.pages_between(request_id, reservation.first_position, num_tokens)
         self._port.open(
@@ -318,7 +316,7 @@ class ContextEngine:
                 num_tokens=num_tokens - reservation.first_position,
                 source=pages,
                 destination=Pages(reservation.target_pages, reservation.draft_pages),
-                ship_draft=job.ships_draft,
+                ship_draft=job.sequence.drafting and self._ship_draft,
                 ttl_s=max(job.deadline_s - now_s, 0.0),
             )
         )
@@ -384,11 +382,8 @@ class ContextEngine:
         job = self._transfers.pop(event.transfer)
         self.ledger.end_lease(event.transfer)
         self.counters.transfers_done += 1
-        bytes_target, bytes_draft = bytes_apart(
-            self.ledger, event.bytes_target, event.bytes_draft, job.ships_draft
-        )
-        self.counters.kv_bytes_target += bytes_target
-        self.counters.kv_bytes_draft += bytes_draft
+        self.counters.kv_bytes_target += event.bytes_target
+        self.counters.kv_bytes_draft += event.bytes_draft
         self.counters.requests_finished += 1
         if not job.ended:
             job.ended = True

@@ -41,7 +41,7 @@ from workers.engine import Emitted, EngineCounters, EngineEvent, Granted, Refuse
 from workers.errors import AdmissionTimeout, EngineFailed, InvalidRequest, Overloaded, RequestCancelled
 from workers.faults import Fault
 from workers.growth import PageGrowth
-from workers.handoff import bytes_apart, first_logprob
+from workers.handoff import first_logprob
 from workers.limits import EngineLimits
 from workers.prefill import PromptQueue
 from workers.request import Admitted, ComputedHere, RequestOutput, Reservation, ReserveRequest
@@ -327,16 +327,13 @@ class GenerationEngine:
         job = self._transfers.pop(event.transfer)
         sequence = job.sequence
         self.counters.transfers_done += 1
-        bytes_target, bytes_draft = bytes_apart(
-            self.ledger, event.bytes_target, event.bytes_draft, event.handoff.draft_shipped
-        )
-        self.counters.kv_bytes_target += bytes_target
-        self.counters.kv_bytes_draft += bytes_draft
+        self.counters.kv_bytes_target += event.bytes_target
+        self.counters.kv_bytes_draft += event.bytes_draft
         if job.cancelled:
             self._let_go(sequence)
             return
-        sequence.kv_bytes_target = bytes_target
-        sequence.kv_bytes_draft = bytes_draft
+        sequence.kv_bytes_target = event.bytes_target
+        sequence.kv_bytes_draft = event.bytes_draft
         if self._runner.fault is Fault.EMPTY_CONTEXT or not event.handoff.draft_shipped:
             sequence.draft_origin = sequence.num_prompt_tokens
         self.ledger.commit(sequence.request_id, sequence.num_prompt_tokens)

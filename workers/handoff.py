@@ -1,8 +1,7 @@
-"""Between a worker's sequence and what travels: the hand-off behind the last write, and the bytes before it."""
+"""Between a worker's sequence and what travels: the hand-off behind the last write."""
 
 from __future__ import annotations
 
-from kvmanager.ledgers import Ledger
 from transceiver.wire import Handoff
 from workers.request import TokenLogprob
 from workers.sequence import Sequence
@@ -27,17 +26,3 @@ def first_logprob(handoff: Handoff) -> tuple[TokenLogprob, ...]:
     if handoff.first_logprob is None:
         return ()
     return (TokenLogprob(handoff.first_token, handoff.first_logprob, handoff.first_top_logprobs),)
-
-
-def bytes_apart(ledger: Ledger, bytes_target: int, bytes_draft: int, draft_shipped: bool) -> tuple[int, int]:
-    """Bytes of target and draft KV in a transfer's page bytes.
-
-    In unified form all pages travel as the target's, and the drafter's share is told apart by formula. A share that
-    means nothing, because no draft context was computed for it or it is to be left alone, counts in neither.
-    """
-    if ledger.draft_geometry is None or ledger.draft_kv != "unified":
-        return bytes_target, bytes_draft
-    # Per token, because the pages that were written may be of another size than ours.
-    target, draft = ledger.target_geometry.bytes_per_token, ledger.draft_geometry.bytes_per_token
-    share = bytes_target * draft // (target + draft)
-    return bytes_target - share, share if draft_shipped else 0

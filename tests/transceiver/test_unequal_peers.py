@@ -144,12 +144,10 @@ def test_s64_page_sizes_that_differ_carry_every_token_to_its_place(
     fill(sender.memory, prints[0], source, 0)
     (landed,) = ship(sender, receiver, "t", as_pages(source, mode), as_pages(destination, mode))
     assert_filled(receiver.memory, prints[1], destination)
-    pools = receiver.memory.pools
     assert isinstance(landed, Landed)
-    assert landed.bytes_target == len(destination) * pools.target.page_bytes
-    if mode == "mirrored":
-        assert pools.draft is not None
-        assert landed.bytes_draft == len(destination) * pools.draft.page_bytes
+    assert landed.bytes_target == len(destination) * prints[1].target.page_bytes
+    assert prints[1].draft is not None
+    assert landed.bytes_draft == len(destination) * prints[1].draft.page_bytes
 
 
 @pytest.mark.parametrize(("here", "there"), [(8, 8), (8, 16), (16, 8)])

@@ -46,7 +46,8 @@ def group_of_processes(
         command = [sys.executable, "-m", "tests.workers.group_rank", str(directory), *told, str(store.port)]
         followers.append(subprocess.Popen(command))
     try:
-        assembly = build(config, load_pair(pair, GroupRanks(seats[0], store)))
+        models = load_pair(pair, GroupRanks(seats[0], store), attention_dp=config.attention_dp)
+        assembly = build(config, models)
         try:
             yield ProcessGroup(assembly, followers)
         finally:

@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 
 from kvmanager.ledgers import DividedLedger
-from tests.workers.group_pair import GroupPair, LoadRank
-from tests.workers.random_pair import VOCAB, load_pair
+from tests.workers.group_pair import GroupPair, LoadRank, ProcessPair
+from tests.workers.random_pair import VOCAB, dflash2, dspark, load_pair
 from tests.workers.replaying_pair import ReplayingPair
-from tests.workers.split_pair import config, run_aggregated
+from tests.workers.split_pair import run_aggregated
 from tests.workers.test_group_pairs import (
-    DRAFT_HEADS,
-    DRAFT_LAYERS,
-    LAYERS,
-    PROMPTS,
     SAMPLED,
     SMALL,
-    TARGET_HEADS,
-    bytes_of,
+    assert_answers_as_one_worker,
+    small,
     write_pair,
 )
+from transceiver.errors import HandshakeRefused
 from workers.assembly import Models
 from workers.config import FixedPages, WorkerConfig
 from workers.group.ranks import GroupRanks
@@ -40,58 +39,100 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def setting(pair: ModelPair, apart: tuple[bool, bool]) -> tuple[LoadRank, WorkerConfig, WorkerConfig]:
-    """For a `GroupPair`. `apart`: whether context and generation worker keep requests apart."""
+Shape = tuple[int, bool]
+
+
+def setting(
+    pair: ModelPair, shapes: tuple[Shape, Shape], **options: Any
+) -> tuple[LoadRank, WorkerConfig, WorkerConfig]:
+    """For a `GroupPair`."""
 
     def load(worker: WorkerConfig, ranks: GroupRanks) -> Models:
         return load_pair(pair, ranks if ranks.size > 1 else None, attention_dp=worker.attention_dp)
 
-    first, second = apart
-    return (
-        load,
-        config("context", attention_dp=first, **SMALL),
-        config("generation", attention_dp=second, **SMALL),
-    )
+    (_, context_apart), (_, generation_apart) = shapes
+    context = small("context", attention_dp=context_apart, **options)
+    return load, context, small("generation", attention_dp=generation_apart, **options)
+
+
+ONE, TP_2, TP_4, DP_2 = (
+    (1, False),
+    (2, False),
+    (4, False),
+    (2, True),
+)  # ranks, and whether they keep requests apart
+SHAPES = {"1": ONE, "tp 2": TP_2, "tp 4": TP_4, "dp 2": DP_2}
+PAIRS = [pair for pair in product(SHAPES.values(), repeat=2) if DP_2 in pair]
+
+
+def threads(pair: ModelPair, shapes: tuple[Shape, Shape], **options: Any) -> GroupPair:
+    """The context worker's shape first."""
+    (context_ranks, _), (generation_ranks, _) = shapes
+    load, context, generation = setting(pair, shapes, **options)
+    return GroupPair(load, (context_ranks, generation_ranks), context, generation)
+
+
+def processes(directory: Path, shapes: tuple[Shape, Shape]) -> GroupPair:
+    (context_ranks, _), (generation_ranks, _) = shapes
+    _, context, generation = setting(write_pair(directory), shapes)
+    return ProcessPair(directory, (context_ranks, generation_ranks), context, generation)
+
+
+def receiving_ranks(shapes: tuple[Shape, Shape]) -> int:
+    """Ranks among which the pages of one prompt arrive."""
+    _, (ranks, apart) = shapes
+    return 1 if apart else ranks
 
 
 @pytest.mark.parametrize(
-    ("sizes", "apart"),
-    [
-        ((1, 2), (False, True)),
-        ((2, 1), (True, False)),
-        ((2, 2), (True, True)),
-        ((2, 2), (False, True)),
-        ((2, 4), (True, False)),
-    ],
+    "shapes",
+    [(ONE, DP_2), (DP_2, ONE), (DP_2, DP_2), (TP_2, DP_2), (DP_2, TP_4)],
     ids=["1 to dp 2", "dp 2 to 1", "dp 2 to dp 2", "tp 2 to dp 2", "dp 2 to tp 4"],
 )
 def test_groups_whose_ranks_keep_requests_apart_answer_as_one_worker_does(
-    tmp_path: Path, sizes: tuple[int, int], apart: tuple[bool, bool]
+    tmp_path: Path, shapes: tuple[Shape, Shape]
 ) -> None:
-    load, context, generation = setting(write_pair(tmp_path), apart)
-    groups = GroupPair(load, sizes, context, generation)
-    golden = run_aggregated(load_pair(write_pair(tmp_path / "alone")), PROMPTS, SAMPLED, **SMALL)
-    try:
-        asked = groups.answer(PROMPTS, SAMPLED)
-        found = [groups.outcomes[request_id] for request_id in asked]
-        ledgers = [each.ledger for each in (groups.context, groups.generation)]
-        assert [isinstance(ledger, DividedLedger) for ledger in ledgers] == list(apart)
-        for ledger in ledgers:
-            if isinstance(ledger, DividedLedger):
-                assert all(each.usage().cached_pages for each in ledger.ledgers), "no rank was left out"
-    finally:
-        groups.close()
-    for outcome, one in zip(found, golden, strict=True):
-        assert outcome.stats is not None
-        assert one.stats is not None
-        assert outcome.tokens == one.tokens
-        assert outcome.stats.accepted_by_position == one.stats.accepted_by_position
-        assert outcome.stats.decode_steps == one.stats.decode_steps
-        assert outcome.stats.prompt_tokens_computed == 0
-    receivers = 1 if apart[1] else sizes[1]
-    for counters in (groups.context.counters, groups.generation.counters):
-        assert counters.kv_bytes_target == bytes_of(LAYERS, TARGET_HEADS, receivers)
-        assert counters.kv_bytes_draft == bytes_of(DRAFT_LAYERS, DRAFT_HEADS, receivers)
+    pair = write_pair(tmp_path)
+    groups = threads(pair, shapes)
+    ledgers = groups.context.ledger, groups.generation.ledger
+    assert_answers_as_one_worker(pair, groups, receiving_ranks(shapes))
+    for ledger, (_, apart) in zip(ledgers, shapes, strict=True):
+        assert isinstance(ledger, DividedLedger) == apart
+        if isinstance(ledger, DividedLedger):
+            assert all(each.usage().cached_pages for each in ledger.ledgers), "no rank was left out"
+
+
+def test_such_ranks_in_processes_ship_over_nixl(tmp_path: Path) -> None:
+    shapes = (DP_2, DP_2)
+    groups = processes(tmp_path, shapes)
+    assert_answers_as_one_worker(write_pair(tmp_path / "alone"), groups, receiving_ranks(shapes))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("drafting", [dflash2(), dspark("rnn")], ids=["dflash2", "dspark"])
+@pytest.mark.parametrize("draft_kv", ["mirrored", "unified"])
+@pytest.mark.parametrize("shapes", PAIRS)
+def test_all_pairs_with_ranks_that_keep_requests_apart_answer_as_one_worker_does(
+    tmp_path: Path, shapes: tuple[Shape, Shape], draft_kv: str, drafting: dict[str, Any]
+) -> None:
+    pair = write_pair(tmp_path, drafting)
+    if draft_kv == "unified" and shapes[0] == TP_4:
+        # Two of its ranks hold a target head, and one of them each draft head of the same page.
+        with pytest.raises(HandshakeRefused, match="use draft_kv = mirrored"):
+            threads(pair, shapes, draft_kv=draft_kv)
+        return
+    assert_answers_as_one_worker(pair, threads(pair, shapes, draft_kv=draft_kv), receiving_ranks(shapes))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("shapes", PAIRS)
+def test_all_such_pairs_of_processes_answer_over_nixl_as_one_worker_does(
+    tmp_path: Path, shapes: tuple[Shape, Shape]
+) -> None:
+    groups = processes(tmp_path, shapes)
+    assert_answers_as_one_worker(write_pair(tmp_path / "alone"), groups, receiving_ranks(shapes))
 
 
 class ReplayingGroups(ReplayingPair, GroupPair):
@@ -100,7 +141,7 @@ class ReplayingGroups(ReplayingPair, GroupPair):
 
 def test_a_request_makes_room_for_an_older_one_of_its_own_rank_alone(tmp_path: Path) -> None:
     """The first rank is full of two that become long; the youngest of all is on the other, and of no help."""
-    load, context, generation = setting(write_pair(tmp_path), (False, True))
+    load, context, generation = setting(write_pair(tmp_path), (ONE, DP_2))
     generation = msgspec.structs.replace(
         generation, admission="grow", kv=FixedPages(num_target_pages=17), max_seq_len=60, prefix_cache=False
     )
