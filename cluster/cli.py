@@ -38,6 +38,12 @@ _LAZY_COMMANDS = {
 }
 
 
+_NOBODY_THERE = (
+    "; no server answers there: start one ('slipstream serve'), name another (--server HOST:PORT), "
+    "or give --ca-file when it speaks TLS"
+)
+
+
 class _Commands(click.Group):
     """A group that imports some of its commands only when they are called."""
 
@@ -111,7 +117,8 @@ def readable(error: Exception) -> str | None:
 
     match error:
         case RequestError(code="UNAVAILABLE", field=""):
-            return f"{error.message} (UNAVAILABLE)"
+            hint = _NOBODY_THERE if error.message.startswith("failed to connect") else ""
+            return f"{error.message} (UNAVAILABLE){hint}"
         case RequestError() | WorkerRefused():
             named = [f"field {error.field}"] if error.field else []
             named += [f"limit {error.limit}"] if error.limit else []

@@ -9,6 +9,7 @@ so that what is wrong with the installation or the address becomes one readable 
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 import shlex
@@ -128,6 +129,9 @@ class JobClient:
             raise JobFailed(
                 f"submitting needs the extra 'jobs': pip install 'slipstream-serve[jobs]' ({error})"
             ) from error
+        logging.getLogger("ray").setLevel(
+            logging.ERROR
+        )  # what it packages, and how, is not the user's business
         try:
             return cls(JobSubmissionClient(address))
         except AuthenticationError as error:

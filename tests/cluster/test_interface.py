@@ -160,6 +160,7 @@ def test_a_server_that_is_not_there_is_said_in_one_line(
     status, _, err = run(["status", "--server", "127.0.0.1:1"], capsys, monkeypatch)
     assert status == 1
     assert "127.0.0.1:1" in err
+    assert "start one ('slipstream serve'), name another (--server HOST:PORT)" in err
     assert "Traceback" not in err
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -118,6 +121,23 @@ def test_a_job_that_is_stopped_before_it_serves_has_failed() -> None:
 def test_without_output_rays_message_is_the_reason() -> None:
     assert reason("", "the node died") == "the node died"
     assert reason("\nSegmentation fault\n", "exit code 139") == "Segmentation fault"
+
+
+def test_another_python_than_slipstreams_says_so_in_one_line() -> None:
+    """What Ray finds as `python` when it was started without the environment on its PATH."""
+    bare = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    ran = subprocess.run(
+        [sys.executable, "-S", "-m", "cluster", "serve"],
+        capture_output=True,
+        text=True,
+        env=bare,
+        cwd=CLONE,
+        check=False,
+    )
+    assert ran.returncode == 1
+    assert "Traceback" not in ran.stderr
+    assert "has no module" in reason(ran.stderr, "")
+    assert "first on PATH" in reason(ran.stderr, "")
 
 
 def test_a_plan_is_checked_where_it_is_made(tmp_path: Path) -> None:
