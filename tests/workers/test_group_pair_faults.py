@@ -51,16 +51,17 @@ def _one_thread() -> Iterator[None]:
 
 
 class FallingPair(GroupPair):
-    """Two ranks each. What ends following ranks is no error here."""
+    """Two ranks each, which keep requests `apart` or share them. What ends following ranks is no error here."""
 
-    def __init__(self, pair: ModelPair, timeouts_s: dict[Role, float]) -> None:
-        def load(_: WorkerConfig, ranks: GroupRanks) -> Models:
-            return load_pair(pair, ranks)
+    def __init__(self, pair: ModelPair, timeouts_s: dict[Role, float], *, apart: bool = False) -> None:
+        def load(worker: WorkerConfig, ranks: GroupRanks) -> Models:
+            return load_pair(pair, ranks, attention_dp=worker.attention_dp)
 
         self._timeouts_s = timeouts_s
         self.followers: dict[Role, Follower] = {}
         self.released = threading.Event()
-        super().__init__(load, (2, 2), small("context"), small("generation"))
+        context, generation = (small(role, attention_dp=apart) for role in ("context", "generation"))
+        super().__init__(load, (2, 2), context, generation)
         self.hub.faults = Faults(max_write_delay_s=0.2)
 
     def _port(self, identity: Identity, pools: Pools) -> TransferPort:
@@ -151,10 +152,10 @@ class _Failing:
     def own(self, rows: list[Any]) -> list[Any]:
         return rows
 
-    def chunk(self, *_: object) -> None:
+    def prefill(self, *_: object) -> None:
         raise MemoryError("no memory is left")
 
-    decode = chunk
+    decode = prefill
 
 
 class _Standing(_Failing):
@@ -163,11 +164,11 @@ class _Standing(_Failing):
     def __init__(self, released: threading.Event) -> None:
         self._released = released
 
-    def chunk(self, *_: object) -> None:
+    def prefill(self, *_: object) -> None:
         self._released.wait(TIMEOUT_S)
         raise MemoryError("it was stopped")
 
-    decode = chunk
+    decode = prefill
 
 
 def _fail(now_s: float) -> None:
@@ -198,9 +199,31 @@ def _fail(now_s: float) -> None:
 def test_a_rank_s_fault_breaks_its_worker_and_gives_the_other_its_pages_back(
     tmp_path: Path, moment: Moment, role: Role, how: Harm
 ) -> None:
+    assert_others_survive(tmp_path, moment, role, how)
+
+
+@pytest.mark.parametrize(
+    ("moment", "role", "how"),
+    [
+        ("transfer", "context", "error"),
+        ("decode", "generation", "death"),
+        pytest.param("prefill", "context", "error", marks=pytest.mark.soak),
+        pytest.param("transfer", "generation", "death", marks=pytest.mark.soak),
+        pytest.param("decode", "generation", "stop", marks=pytest.mark.soak),
+    ],
+)
+def test_so_does_the_fault_of_a_rank_that_keeps_its_requests_apart(
+    tmp_path: Path, moment: Moment, role: Role, how: Harm
+) -> None:
+    assert_others_survive(tmp_path, moment, role, how, apart=True)
+
+
+def assert_others_survive(
+    tmp_path: Path, moment: Moment, role: Role, how: Harm, *, apart: bool = False
+) -> None:
     models = write_pair(tmp_path)
     golden = [one.tokens for one in run_aggregated(load_pair(models), PROMPTS, SAMPLED, **SMALL)]
-    pair = FallingPair(models, {role: STOPPED_S} if how == "stop" else {})
+    pair = FallingPair(models, {role: STOPPED_S} if how == "stop" else {}, apart=apart)
     try:
         took_s = pair.fall(moment, role, how)
         assert took_s < (3 * STOPPED_S if how == "stop" else STOPPED_S)
