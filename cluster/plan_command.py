@@ -34,7 +34,12 @@ GIB = 1 << 30
 )
 @click.option("--drafter", type=click.Path(path_type=Path), help="The drafter's directory or config.json.")
 @click.option("--max-seq-len", required=True, type=click.IntRange(min=1), help="Prompt and output together.")
-@click.option("--max-batch", required=True, type=click.IntRange(min=1), help="Requests decoded at once.")
+@click.option(
+    "--max-batch",
+    required=True,
+    type=click.IntRange(min=1),
+    help="Requests decoded at once, on each rank with --attention-dp.",
+)
 @click.option(
     *("--tp", "--tensor-parallel-size", "tp"),
     default=1,
