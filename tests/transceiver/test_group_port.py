@@ -59,6 +59,9 @@ def test_every_head_arrives_on_every_rank_that_holds_it(sizes: tuple[int, int], 
     for rank in (*sender.ranks, *receiver.ranks):
         stats = rank.endpoint.stats()
         assert (stats.sending, stats.receiving, stats.quarantined) == (0, 0, 0)
+    for rank in receiver.ranks:  # each got its own pages, once
+        stats = rank.endpoint.stats()
+        assert [sizes[1] * stats.bytes_target, sizes[1] * stats.bytes_draft] == shipped
 
 
 def test_a_prompt_that_waits_is_held_on_every_leg() -> None:
