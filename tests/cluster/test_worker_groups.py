@@ -60,6 +60,10 @@ PAIR = f"""
 [generation]
 tensor_parallel_size = 2
 """
+APART = f"""
+{PAIR}
+attention_dp = true
+"""
 TARGET_BYTES, DRAFT_BYTES = 2 * 4 * 2 * 32 * 8, 2 * 2 * 2 * 32 * 8  # K|V, layers, KV heads, head_dim, float64
 SHIPPED_TOKENS = 32  # of the prompt, in whole pages of 16
 
@@ -157,6 +161,24 @@ def test_two_context_ranks_feed_a_generation_worker_of_one(alone: Models) -> Non
         assert generation.prompt_tokens_computed == 0
         assert generation.kv_bytes_target == SHIPPED_TOKENS * TARGET_BYTES
         assert generation.kv_bytes_draft == SHIPPED_TOKENS * DRAFT_BYTES
+        assert held_at(served.address) == []
+
+
+@pytest.mark.soak
+def test_generation_ranks_that_keep_requests_apart_answer_as_one_does(alone: Models) -> None:
+    prompts = [PROMPT, PROMPT[::-1], PROMPT[3:]]
+    with serving(APART) as served:
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            found = list(pool.map(lambda prompt: served.ask(prompt, MAX_TOKENS), prompts))
+        for prompt, (tokens, stats) in zip(prompts, found, strict=True):
+            said, one = golden(alone, prompt, MAX_TOKENS)
+            assert tokens == said
+            assert stats is not None
+            assert one is not None
+            assert stats.accepted_by_position == one.accepted_by_position
+        generation = workers_at(served.address)["generation-0"]
+        assert generation.prompt_tokens_computed == 0
+        assert generation.kv_bytes_target == len(prompts) * SHIPPED_TOKENS * TARGET_BYTES
         assert held_at(served.address) == []
 
 
