@@ -21,6 +21,7 @@ from workers.assembly import Assembly, Models
 from workers.config import WorkerConfig
 from workers.context import ContextEngine
 from workers.generation import GenerationEngine
+from workers.group.follow import Follower
 from workers.group.ranks import GroupRanks
 from workers.request import Role, SamplingParams
 
@@ -39,6 +40,7 @@ class GroupPair(SplitPair):
         self._sizes = dict(zip(("context", "generation"), sizes, strict=True))
         self._configs = {"context": context, "generation": generation}
         self._groups: dict[Role, ExitStack] = {}
+        self.followers: dict[Role, list[Follower]] = {"context": [], "generation": []}
         try:
             super().__init__(None)  # type: ignore[arg-type]
         except BaseException:
@@ -50,7 +52,16 @@ class GroupPair(SplitPair):
 
     def _group(self, role: Role) -> AbstractContextManager[Assembly]:
         config = self._configs[role]
-        return group(self._sizes[role], partial(self._load, config), config, make_port=self._port)
+        return group(
+            self._sizes[role],
+            partial(self._load, config),
+            config,
+            change=partial(self._note, role),
+            make_port=self._port,
+        )
+
+    def _note(self, role: Role, rank: int, follower: Follower) -> None:
+        self.followers[role].append(follower)
 
     def _start(self, role: Role) -> None:
         running = ExitStack()

@@ -29,7 +29,6 @@ from transceiver.wire import Pools
 from workers.assembly import Assembly, Models
 from workers.config import WorkerConfig
 from workers.group.errors import GroupBroken
-from workers.group.follow import Follower
 from workers.group.ranks import GroupRanks
 from workers.pairs import ModelPair
 from workers.request import Role
@@ -58,7 +57,6 @@ class FallingPair(GroupPair):
             return load_pair(pair, ranks, attention_dp=worker.attention_dp)
 
         self._timeouts_s = timeouts_s
-        self.followers: dict[Role, Follower] = {}
         self.released = threading.Event()
         context, generation = (small(role, attention_dp=apart) for role in ("context", "generation"))
         super().__init__(load, (2, 2), context, generation)
@@ -70,15 +68,12 @@ class FallingPair(GroupPair):
         )
 
     def _group(self, role: Role) -> AbstractContextManager[Assembly]:
-        def note(rank: int, follower: Follower) -> None:
-            self.followers[role] = follower
-
         config = self._configs[role]
         return group(
             2,
             partial(self._load, config),
             config,
-            change=note,
+            change=partial(self._note, role),
             errors=[],
             make_port=self._port,
             timeout_s=self._timeouts_s.get(role, TIMEOUT_S),
@@ -86,7 +81,7 @@ class FallingPair(GroupPair):
 
     def harm(self, role: Role, how: Harm, moment: Moment) -> None:
         """What becomes of the following rank of a worker."""
-        follower = self.followers[role]
+        follower = self.followers[role][0]  # of the first worker of the role
         assert follower._server is not None
         port = follower._server._port
         if how == "death":

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
+from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from kvmanager.ids import RequestId
+from tests.workers.group_of_threads import TIMEOUT_S
 from tests.workers.group_pair import GroupPair, ProcessPair
 from tests.workers.random_pair import VOCAB, dflash2, dspark, load_pair, write_random_pair
 from tests.workers.split_pair import config, run_aggregated
 from transceiver.errors import HandshakeRefused
 from workers.assembly import Models
 from workers.config import WorkerConfig
+from workers.group.plan import Prefill
 from workers.group.ranks import GroupRanks
 from workers.pairs import ModelPair
-from workers.request import Role, SamplingParams
+from workers.request import HoldRequest, Reservation, Role, SamplingParams, ShipRequest
+from workers.sequence import Sequence
 
 SAMPLED = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.8, top_p=0.95, seed=3)
 PROMPTS = [[(seed * 5 + i * i * seed + i) % VOCAB for i in range(9 + 6 * seed)] for seed in (1, 2, 3)]
@@ -105,6 +112,96 @@ def test_unequal_groups_answer_as_one_worker_does(tmp_path: Path, sizes: tuple[i
 def test_groups_of_processes_answer_over_nixl_as_one_worker_does(tmp_path: Path) -> None:
     pair = write_pair(tmp_path)
     assert_answers_as_one_worker(pair, processes(tmp_path, (2, 2)), 2)
+
+
+def test_pages_that_both_groups_have_cached_are_neither_computed_nor_shipped_again(tmp_path: Path) -> None:
+    groups = threads(write_pair(tmp_path), (2, 4))
+    try:
+        first = [groups.outcomes[request_id].tokens for request_id in groups.answer(PROMPTS, SAMPLED)]
+        computed = groups.context.counters.prompt_tokens_computed
+        shipped = groups.generation.counters.kv_bytes_draft
+        again = [groups.outcomes[request_id] for request_id in groups.answer(PROMPTS, SAMPLED)]
+        assert [outcome.tokens for outcome in again] == first
+        assert [outcome.reservation.first_position for outcome in again if outcome.reservation] == [
+            (len(prompt) - 1) // PAGE_SIZE * PAGE_SIZE for prompt in PROMPTS
+        ]
+        assert groups.context.counters.prompt_tokens_computed - computed < computed / 4
+        assert groups.generation.counters.kv_bytes_draft - shipped < shipped / 4
+    finally:
+        groups.close()
+
+
+def test_a_prompt_that_a_group_holds_is_shipped_when_there_is_room_for_it(tmp_path: Path) -> None:
+    """By then every rank's forward has long been over; each still ships its own share."""
+    pair = write_pair(tmp_path)
+    prompt = PROMPTS[2]
+    (golden,) = run_aggregated(load_pair(pair), [prompt], SAMPLED, **SMALL)
+    groups = threads(pair, (2, 1))
+    granted: dict[RequestId, Reservation] = {}
+    groups._prefill = granted.__setitem__  # type: ignore[method-assign]
+    held = RequestId("held")
+    try:
+        groups.now_s = time.monotonic()
+        groups.context.hold(
+            HoldRequest(
+                request_id=held, prompt_token_ids=tuple(prompt), sampling=SAMPLED, ttl_s=60.0, lease_s=60.0
+            ),
+            groups.now_s,
+        )
+        while not groups.context.counters.prompts_held:
+            groups.tick()
+        asked = groups.ask(prompt, SAMPLED)
+        while asked not in granted:
+            groups.tick()
+        groups.context.ship(
+            ShipRequest(
+                request_id=asked,
+                held_id=held,
+                num_prompt_tokens=len(prompt),
+                reservation=granted[asked],
+                ttl_s=60.0,
+            ),
+            groups.now_s,
+        )
+        groups.run()
+        assert groups.outcomes[asked].tokens == golden.tokens
+    finally:
+        groups.close()
+
+
+def test_a_rank_s_pages_wait_for_its_own_forward_and_not_for_the_first_rank_s(tmp_path: Path) -> None:
+    pair = write_pair(tmp_path)
+    prompt = PROMPTS[0][:CHUNK]
+    (golden,) = run_aggregated(load_pair(pair), [prompt], SAMPLED, **SMALL)
+    groups = threads(pair, (2, 2))
+    late = threading.Event()
+    follower = groups.followers["context"][0]
+    prefill = follower._work.prefill
+
+    def slow(sequences: Items[Sequence], step: Prefill) -> list[torch.Tensor | None]:
+        computed = prefill(sequences, step)
+        late.wait(TIMEOUT_S)
+        return computed
+
+    follower._work.prefill = slow  # type: ignore[method-assign]
+    try:
+        groups.now_s = time.monotonic()
+        asked = groups.ask(prompt, SAMPLED)
+        while not groups.context.num_transfers or groups.context.num_running:
+            groups.tick()
+        for _ in range(200):  # the first rank has computed all; its own pages may go
+            groups.tick()
+        assert not groups.outcomes[asked].tokens
+        assert follower._server is not None
+        endpoint = follower._server._port._endpoint  # type: ignore[attr-defined]
+        (sending,) = endpoint._book._sending._open.values()
+        assert [lane.shipped for lane in sending.lanes] == [0, 0]
+        late.set()
+        groups.run()
+        assert groups.outcomes[asked].tokens == golden.tokens
+    finally:
+        late.set()
+        groups.close()
 
 
 @pytest.mark.soak

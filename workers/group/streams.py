@@ -35,7 +35,8 @@ def streams_to_others(ranks: GroupRanks, worker: WorkerEpoch) -> list[Stream]:
     token = secrets.token_bytes(_TOKEN_BYTES)
     found: dict[int, socket.socket] = {}
     deadline_s = time.monotonic() + ranks.start_s
-    with socket.create_server((ranks.address, 0)) as server:
+    family = socket.AF_INET6 if ":" in ranks.address else socket.AF_INET
+    with socket.create_server((ranks.address, 0), family=family) as server:
         meeting = _Meeting(ranks.address, server.getsockname()[1], token, worker)
         ranks.tell(msgspec.msgpack.encode(meeting))
         while len(found) < ranks.size - 1:
