@@ -40,6 +40,8 @@ def main() -> None:
     shape = Shape(num_layers=options.layers, vocab_size=options.vocab)
     report("copy", "", limits.copy_bytes_per_s() / 1e12, "TB/s")
     report("gemm", "", limits.gemm_flops_per_s() / 1e12, "TFLOP/s")
+    sustained = limits.sustained_gemm_flops_per_s()
+    report("gemm sustained", "", sustained / 1e12, "TFLOP/s", limits.gemm_flops_per_s() / 1e12)
     models = shape8b.models(shape)
     assembly = build(config(max(options.batches), options.context + 64), models)
     with torch.inference_mode():

@@ -31,8 +31,18 @@ def copy_bytes_per_s() -> float:
 
 @functools.cache
 def gemm_flops_per_s() -> float:
-    """Of a bfloat16 product of 8,192-square matrices of random numbers."""
+    """Of a bfloat16 product of 8,192-square matrices of random numbers, right after a pause."""
+    return _gemm_flops_per_s(10, 3)
+
+
+@functools.cache
+def sustained_gemm_flops_per_s() -> float:
+    """The same for as long as a bench's loop runs, when the GPU's power limit has lowered its clock."""
+    return _gemm_flops_per_s(500, 1000)
+
+
+def _gemm_flops_per_s(repeats: int, warm_ups: int) -> float:
     size = 8192
     a, b = (torch.randn(size, size, device="cuda").to(torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
-    return 2 * size**3 / seconds(lambda: torch.mm(a, b, out=out), 10)
+    return 2 * size**3 / seconds(lambda: torch.mm(a, b, out=out), repeats, warm_ups)
