@@ -28,7 +28,6 @@ from torch import Tensor
 
 _TILE = 64  # keys attended at a time
 _STAGES = 3  # tiles on their way or in use
-_JOINED_AT_ONCE = 2  # parts
 _PARTS_PER_MULTIPROCESSOR = 1.5
 _MAX_ROWS = 64  # queries of one program: one warp group's worth of tensor core rows
 _UNIT_FIELDS = (
@@ -112,7 +111,6 @@ def _attend_kernel(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     FIELDS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
 ):
     head, unit, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_kv_heads, num_blocks = tl.num_programs(0), tl.num_programs(2)
@@ -179,20 +177,16 @@ def _attend_kernel(
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, D], tl.float32)
-    for begin in range(0, num_parts, AT_ONCE):
-        for ahead in tl.static_range(AT_ONCE):  # unrolled: the next part is on its way while one is joined
-            part = begin + ahead
-            there = (places >= 0) & (part < num_parts)
-            row_at = part_at.to(tl.int64) + part * stride + places
-            weight = tl.load(weight_ptr + row_at, mask=there, other=float("-inf"), cache_modifier=".cg")
-            found_at = partial_ptr + row_at[:, None] * D + elements[None, :]
-            found = tl.load(found_at, mask=there[:, None], other=0.0, cache_modifier=".cg")
-            higher = tl.maximum(best, weight)
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            shrink, share = tl.exp2(best - base), tl.exp2(weight - base)
-            total = total * shrink + share
-            mixed = mixed * shrink[:, None] + share[:, None] * found
-            best = higher
+    for part in range(num_parts):
+        row_at = part_at.to(tl.int64) + part * stride + places
+        weight = tl.load(weight_ptr + row_at, cache_modifier=".cg")
+        found = tl.load(partial_ptr + row_at[:, None] * D + elements[None, :], cache_modifier=".cg")
+        higher = tl.maximum(best, weight)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink, share = tl.exp2(best - base), tl.exp2(weight - base)
+        total = total * shrink + share
+        mixed = mixed * shrink[:, None] + share[:, None] * found
+        best = higher
     mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(out, mixed.to(out_ptr.dtype.element_ty), mask=asked)
 
@@ -301,7 +295,6 @@ class BlockPlan:
             ROWS=self._tile_rows,
             TILE=_TILE,
             STAGES=_STAGES,
-            AT_ONCE=_JOINED_AT_ONCE,
             FIELDS=_UNIT_FIELDS,
             num_warps=4,
             W=self.width,
