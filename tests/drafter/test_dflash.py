@@ -103,7 +103,7 @@ def test_tokens_are_chosen_as_the_target_would_choose_from_the_same_logits(saved
         expected = choose(logits[request], [rule] * 3, [7, 8, 9])
         assert torch.equal(proposal.tokens_BK[request].cpu(), expected)
     assert proposal.confidences_BK is not None
-    torch.testing.assert_close(proposal.confidences_BK, logits.softmax(dim=-1).amax(dim=-1))
+    torch.testing.assert_close(proposal.confidences_BK.cpu(), logits.softmax(dim=-1).amax(dim=-1).cpu())
 
 
 def test_the_drafts_depend_on_the_whole_context_and_its_positions(saved: Path, facts: Facts) -> None:

@@ -170,7 +170,9 @@ def test_a_cancel_at_any_moment_returns_everything_and_disturbs_nobody(
     pair.generation.cancel(gone)
     pair.run()
     outcome = pair.outcomes[gone]
-    assert outcome.finish == "cancelled" or isinstance(outcome.refused, RequestCancelled)
+    # A fast machine has answered within that many ticks: then the answer is whole.
+    done = outcome.finish == "length" and len(outcome.tokens) == GREEDY.max_tokens
+    assert done or outcome.finish == "cancelled" or isinstance(outcome.refused, RequestCancelled)
     assert pair.outcomes[stays].tokens == golden
 
 

@@ -128,35 +128,36 @@ def test_flashinfer_attends_as_torch_does(
 @pytest.mark.parametrize("unified", [False, True])
 @pytest.mark.parametrize(("head_dim", "shared"), [(64, 3), (128, 4), (128, 8)])
 @pytest.mark.parametrize("width", [1, 8, 16])
+@pytest.mark.parametrize("batch", [1, 2, 4])
 def test_a_captured_plan_with_padding_attends_as_a_plan_of_its_live_requests(
-    width: int, head_dim: int, shared: int, unified: bool, causal: bool
+    batch: int, width: int, head_dim: int, shared: int, unified: bool, causal: bool
 ) -> None:
     """Lengths and pages change between replays; long contexts are cut in parts, short ones are not."""
     from workers.step_rows import StepRows
 
-    kv_lens = [33, 17, 900]
+    kv_lens = [900, 33, 17]
     pages = Pages(kv_lens, head_dim, shared, "strided", unified=unified)
     with torch.inference_mode():
-        rows = StepRows(4, pages.rows.shape[1], 0, torch.device("cuda"))
-        shape = {"num_requests": 4, "width": width, "num_heads": pages.num_heads, "causal": causal}
-        plan = pages.flashinfer.fixed(rows.target(4), **shape)
-        queries = pages.random(4 * width, pages.num_heads)
-        keys, values = (pages.random(4 * width, KV_HEADS) for _ in range(2))
+        rows = StepRows(batch, pages.rows.shape[1], 0, torch.device("cuda"))
+        shape = {"num_requests": batch, "width": width, "num_heads": pages.num_heads, "causal": causal}
+        plan = pages.flashinfer.fixed(rows.target(batch), **shape)
+        queries = pages.random(batch * width, pages.num_heads)
+        keys, values = (pages.random(batch * width, KV_HEADS) for _ in range(2))
 
         def body() -> Tensor:
             plan.prepare()
             pages.flashinfer.write(1, keys, values, plan)
             return pages.flashinfer.attend(1, queries, plan)
 
-        rows.park(4)
+        rows.park(batch)
         body()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             captured = body()
-        for live in (3, 2, 1):
+        for live in range(min(batch, 3), 0, -1):
             starts = [kv_len - width for kv_len in kv_lens[:live]]
-            rows.fill(4, [0] * live, starts, pages.rows.numpy()[:live])
+            rows.fill(batch, [0] * live, starts, pages.rows.numpy()[:live])
             captured.fill_(float("nan"))
             graph.replay()
             count = live * width

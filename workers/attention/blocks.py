@@ -11,7 +11,8 @@ and so is decided there who attends over which part: the host schedules nothing.
 
 A context is cut where the whole step's work, in tiles of keys, divided by `units_per_head` says: many short parts when
 few requests would leave multiprocessors idle, one part each when requests are many. Whichever part of a request is done
-last joins them all, in the order of their positions.
+last joins them all; the many parts of one or two requests are joined by a kernel of its own. Either way they are joined
+in the order of their positions, which does not depend on who is done when.
 
 Shapes: B requests, W tokens of each, T = B * W, G query heads per kv head, D head_dim, P page table entries of a row.
 """
@@ -29,6 +30,7 @@ from torch import Tensor
 _TILE = 64  # keys attended at a time
 _STAGES = 3  # tiles on their way or in use
 _PARTS_PER_MULTIPROCESSOR = 1.5
+_FEW_REQUESTS = 2  # with more parts each than one program joins as fast as many do, in a kernel of their own
 _MAX_ROWS = 64  # queries of one program: one warp group's worth of tensor core rows
 _UNIT_FIELDS = (
     8  # request (-1: nobody's), first key, end, length of the request, its parts, its first unit; padding
@@ -111,6 +113,7 @@ def _attend_kernel(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     FIELDS: tl.constexpr,
+    APART: tl.constexpr,
 ):
     head, unit, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_kv_heads, num_blocks = tl.num_programs(0), tl.num_programs(2)
@@ -169,6 +172,8 @@ def _attend_kernel(
     row_at = part_at.to(tl.int64) + (unit - first) * stride + places
     tl.store(partial_ptr + row_at[:, None] * D + elements[None, :], mixed, mask=asked)
     tl.store(weight_ptr + row_at, best + tl.log2(total))
+    if APART:
+        return
     tl.debug_barrier()  # every thread has stored before one of them says so
     arrived = arrived_ptr + (request * num_kv_heads + head) * num_blocks + block
     if tl.atomic_add(arrived, 1, sem="acq_rel") != num_parts - 1:
@@ -189,6 +194,50 @@ def _attend_kernel(
         best = higher
     mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(out, mixed.to(out_ptr.dtype.element_ty), mask=asked)
+
+
+@triton.jit
+def _join_kernel(
+    out_ptr,
+    partial_ptr,
+    weight_ptr,
+    units_ptr,
+    padded_rows,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    FIELDS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """One row of a request and kv head. A request's units follow those of the requests before it."""
+    row, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    num_kv_heads = tl.num_programs(1)
+    first = 0
+    for _ in range(request):
+        first += tl.load(units_ptr + first * FIELDS + 4)
+    num_parts = tl.load(units_ptr + first * FIELDS + 4)
+    if num_parts == 1:
+        return
+    elements = tl.arange(0, D)
+    best, total = float("-inf"), 0.0
+    mixed = tl.zeros([D], tl.float32)
+    for begin in range(0, num_parts, PARTS):
+        parts = begin + tl.arange(0, PARTS)
+        inside = parts < num_parts
+        row_at = ((first + parts) * num_kv_heads + head).to(tl.int64) * padded_rows + row
+        weights = tl.load(weight_ptr + row_at, mask=inside, other=float("-inf"))
+        found_at = partial_ptr + row_at[:, None] * D + elements[None, :]
+        found = tl.load(found_at, mask=inside[:, None], other=0.0)
+        higher = tl.maximum(best, tl.max(weights, 0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink, shares = tl.exp2(best - base), tl.exp2(weights - base)
+        total = total * shrink + tl.sum(shares, 0)
+        mixed = mixed * shrink + tl.sum(shares[:, None] * found, 0)
+        best = higher
+    mixed = mixed / tl.where(total == 0.0, 1.0, total)
+    num_rows = tl.num_programs(0)
+    token = request * (num_rows // G) + row // G
+    out_at = (token * num_kv_heads * G + head * G + row % G).to(tl.int64) * D
+    tl.store(out_ptr + out_at + elements, mixed.to(out_ptr.dtype.element_ty))
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +284,7 @@ class BlockPlan:
         self._tile_rows = min(max(triton.next_power_of_2(asked), 16), _MAX_ROWS)
         self._num_tiles = triton.cdiv(asked, self._tile_rows)
         self._max_units = num_requests + self._units_per_head
+        self._apart = num_requests <= _FEW_REQUESTS
         padded_rows = self._max_units * self._num_kv_heads * self._num_tiles * self._tile_rows
         need = padded_rows * (self._head_dim + 1)
         if scratch.numel() < need:
@@ -296,11 +346,25 @@ class BlockPlan:
             TILE=_TILE,
             STAGES=_STAGES,
             FIELDS=_UNIT_FIELDS,
+            APART=self._apart,
             num_warps=4,
             W=self.width,
             G=self._group,
             D=self._head_dim,
         )
+        if self._apart:
+            _join_kernel[(self.width * self._group, self._num_kv_heads, self.num_requests)](
+                out_THD,
+                self._partials,
+                self._weights,
+                self._units,
+                self._num_tiles * self._tile_rows,
+                G=self._group,
+                D=self._head_dim,
+                FIELDS=_UNIT_FIELDS,
+                PARTS=max(2048 // self._head_dim, 1),
+                num_warps=4,
+            )
 
 
 def units_for(device: torch.device, num_kv_heads: int) -> int:
