@@ -16,6 +16,7 @@ import pytest
 
 from cluster.answers import AnswerEnd
 from cluster.client import Client
+from tests.cluster.failing_worker import ORDER
 from tests.cluster.parts import Part, environment, held_at, worker_pid, workers_at
 from tests.cluster.ray_head import RayHead, free_ports
 from tests.workers.split_pair import run_aggregated
@@ -64,6 +65,8 @@ APART = f"""
 {PAIR}
 attention_dp = true
 """
+TP2, TP4 = "tensor_parallel_size = 2", "tensor_parallel_size = 4"
+DP2 = f"{TP2}\nattention_dp = true"
 TARGET_BYTES, DRAFT_BYTES = 2 * 4 * 2 * 32 * 8, 2 * 2 * 2 * 32 * 8  # K|V, layers, KV heads, head_dim, float64
 SHIPPED_TOKENS = 32  # of the prompt, in whole pages of 16
 
@@ -106,7 +109,7 @@ def wait_until(what: Callable[[], bool], log: Path, limit_s: float = 90.0) -> No
 
 
 @contextmanager
-def serving(settings: str) -> Iterator[Served]:
+def serving(settings: str, *options: str) -> Iterator[Served]:
     # Ray puts sockets below this path, and their paths are limited to 107 bytes.
     home = Path("/tmp") / f"slip-{os.getpid()}-{time.monotonic_ns() % 100_000}"
     home.mkdir()
@@ -114,7 +117,7 @@ def serving(settings: str) -> Iterator[Served]:
     config.write_text(settings)
     part = Part(
         home / "serve.log",
-        *("serve", "--config", str(config), "--listen", "127.0.0.1:0"),
+        *("serve", "--config", str(config), "--listen", "127.0.0.1:0", *options),
         env=environment(home),
     )
     try:
@@ -239,6 +242,35 @@ def test_a_group_falls_as_a_whole_and_another_one_goes_on_with_the_stream(
     with serving(settings) as served:
         for loss in losses:
             lose_and_answer(served, loss, prompt, said)
+
+
+@pytest.mark.chaos
+def test_an_error_in_a_rank_ends_all_of_them_and_the_stream_goes_on(alone: Models) -> None:
+    said, _ = golden(alone, PROMPT, LONG)
+    with serving(AGGREGATED, "--host-factory", "tests.cluster.failing_worker:FailingHost") as served:
+        before, pids = served.epoch("aggregated-0"), served.pids("aggregated-0")
+        assert served.ask(PROMPT, LONG, then=(served.home / ORDER).touch)[0] == said
+        assert served.epoch("aggregated-0") not in ("", before)
+        wait_until(lambda: gone(pids), served.part.log)
+        assert "the engine failed: MemoryError: no memory is left" in served.part.log.read_text()
+        assert held_at(served.address) == []
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize(("context", "generation"), [(TP2, DP2), (DP2, TP4)])
+def test_roles_of_any_ranks_feed_each_other(alone: Models, context: str, generation: str) -> None:
+    settings = f"{COMMON}\n[context]\n{context}\n[generation]\n{generation}\n"
+    prompts = [PROMPT[:length] + LONG_PROMPT[:length] for length in (10, 16, 23, 30)]
+    with serving(settings) as served, ThreadPoolExecutor(len(prompts)) as pool:
+        answers = list(pool.map(lambda prompt: served.ask(prompt, MAX_TOKENS), prompts))
+        for prompt, (tokens, stats) in zip(prompts, answers, strict=True):
+            said, one = golden(alone, prompt, MAX_TOKENS)
+            assert tokens == said
+            assert stats is not None
+            assert one is not None
+            assert stats.accepted_by_position == one.accepted_by_position
+        assert workers_at(served.address)["generation-0"].prompt_tokens_computed == 0
+        wait_until(lambda: held_at(served.address) == [], served.part.log)
 
 
 @pytest.mark.chaos
