@@ -44,7 +44,7 @@ def bytes_due(needed: Demand, routes: tuple[Route | None, Route | None], ship_dr
         (pages * target, pages * draft)
         for (pool, pages), way in zip(counts, routes, strict=True)
         if way is not None
-        for target, draft in (way.shipped.bytes_apart(pool),)
+        for target, draft in (way.bytes_apart(pool),)
     ]
     draft_bytes = sum(draft for _, draft in shipped) if ship_draft else 0
     return sum(target for target, _ in shipped), draft_bytes

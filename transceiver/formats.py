@@ -79,13 +79,6 @@ class PageFormat:
     def page_bytes(self) -> int:
         return sum(part.geometry.page_bytes for part in self.parts)
 
-    def bytes_apart(self, pool: int) -> tuple[int, int]:
-        """Of a page of this pool: the target's bytes, and the drafter's, which a unified page has both of."""
-        if pool == DRAFT:
-            return 0, self.page_bytes
-        target_bytes = self.parts[0].geometry.page_bytes
-        return target_bytes, self.page_bytes - target_bytes
-
 
 def page_formats(fingerprint: Fingerprint) -> tuple[PageFormat, PageFormat | None]:
     """The formats of the target's and the drafter's pool; the latter is None without such a pool."""
@@ -104,11 +97,15 @@ def _part(geometry: KvGeometry, heads: HeadRange | None) -> Part:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """From a source's pages to a destination's. `shipped`: the destination's page cut to the heads that both have."""
+    """From a source's pages to a destination's. `shipped`: the destination's page cut to the heads that both have.
+
+    `ships`: of each part, whether this source is the one that does; of a unified page it may be one for one part only.
+    """
 
     source: PageFormat
     destination: PageFormat
     shipped: PageFormat
+    ships: tuple[bool, ...]
 
     @property
     def staged(self) -> bool:
@@ -117,13 +114,26 @@ class Route:
 
     @property
     def tag_place(self) -> int:
-        """Which of a destination page's tags is this source's: that of the first head it ships."""
-        return self.shipped.parts[0].first_head - self.destination.parts[0].first_head
+        """Which of a destination page's tags is this source's: that of its first head of the part with most heads.
+
+        Of these every source of a page ships some, where one model's heads divide the other's (`transceiver.pairing`).
+        """
+        parts = zip(self.shipped.parts, self.destination.parts, strict=True)
+        shipped, whole = max(parts, key=lambda pair: pair[1].geometry.num_kv_heads)
+        return shipped.first_head - whole.first_head
 
     @property
     def page_to_page(self) -> bool:
         """Whether source pages become destination pages as they are."""
-        return self.source == self.shipped == self.destination
+        return self.source == self.shipped == self.destination and all(self.ships)
+
+    def bytes_apart(self, pool: int) -> tuple[int, int]:
+        """What is shipped of a page of this pool: the target's bytes, and the drafter's."""
+        counted = [
+            part.geometry.page_bytes if ships else 0
+            for part, ships in zip(self.shipped.parts, self.ships, strict=True)
+        ]
+        return (0, counted[0]) if pool == DRAFT else (counted[0], sum(counted[1:]))
 
     def gathers(
         self, source: Sequence[PageId], first: int, end: int, num_tokens: int, from_position: int = 0
@@ -160,7 +170,7 @@ class Route:
         size = origin.page_bytes
         for run in page_runs(source, destination, 0, len(destination)):
             start, base = ours + run.source * size, theirs.address + run.destination * theirs.page_bytes
-            if origin == self.destination:
+            if origin == self.destination and all(self.ships):
                 copies.append(Copy(start, base, run.count * size))
                 continue
             for page in range(run.count):
@@ -170,12 +180,12 @@ class Route:
     def _planes(self, origin: PageFormat, ours: int, theirs: int) -> list[Copy]:
         """One page of which some heads are shipped, or whose heads lie between other ranks' at the destination."""
         copies: list[Copy] = []
-        for held, shipped, whole in zip(
-            origin.parts, self.shipped.parts, self.destination.parts, strict=True
+        for held, shipped, whole, ships in zip(
+            origin.parts, self.shipped.parts, self.destination.parts, self.ships, strict=True
         ):
             here = (shipped.first_head - held.first_head) * held.head_bytes
             there = (shipped.first_head - whole.first_head) * whole.head_bytes
-            for plane in range(2 * whole.geometry.num_layers):
+            for plane in range(2 * whole.geometry.num_layers if ships else 0):
                 copies.append(
                     Copy(
                         ours + plane * held.plane_bytes + here,
@@ -188,8 +198,11 @@ class Route:
         return copies
 
 
-def route(source: PageFormat, destination: PageFormat) -> Route:
-    """Raises UnequalGeometry, naming both values, for formats that no copying turns into each other."""
+def route(source: PageFormat, destination: PageFormat, ships: tuple[bool, ...] | None = None) -> Route:
+    """Of a source that ships all it can, unless `ships` says otherwise.
+
+    Raises UnequalGeometry, naming both values, for formats that no copying turns into each other.
+    """
     if len(source.parts) != len(destination.parts):
         raise UnequalGeometry(
             f"pages of {len(source.parts)} models against pages of {len(destination.parts)}"
@@ -207,7 +220,7 @@ def route(source: PageFormat, destination: PageFormat) -> Route:
                 f"{theirs.first_head}..{theirs.end_head - 1} have none in common"
             )
         shipped.append(Part(_with_heads(theirs.geometry, end - first), first))
-    return Route(source, destination, PageFormat(tuple(shipped)))
+    return Route(source, destination, PageFormat(tuple(shipped)), ships or (True,) * len(shipped))
 
 
 def _with_heads(geometry: KvGeometry, num_kv_heads: int) -> KvGeometry:

@@ -13,7 +13,7 @@ from kvmanager.errors import LayoutRefused
 from kvmanager.layout import KvGeometry
 from transceiver.errors import HandshakeRefused, VersionMismatch
 from transceiver.formats import page_formats
-from transceiver.pairing import meetings, ships
+from transceiver.pairing import meetings
 from transceiver.wire import Fingerprint, HeadRange, Hello, decode_group, decode_hello
 
 _GEOMETRY_WORDS = {
@@ -36,7 +36,7 @@ def admit(ours: Hello, packed: bytes, staging_bytes: int) -> Hello:
         raise HandshakeRefused([str(mismatch)]) from mismatch
     differences = compare_fingerprints(ours.fingerprint, theirs.fingerprint)
     if not differences:
-        differences = compare_pools(ours, theirs, staging_bytes) + _compare_turns(ours, theirs)
+        differences = compare_pools(ours, theirs, staging_bytes)
     if ours.transport != theirs.transport:
         differences.append(_difference("transport", ours.transport, theirs.transport))
     if differences:
@@ -140,20 +140,6 @@ def _compare_staging(ours: Hello, theirs: Hello, staging_bytes: int) -> list[str
             f"{unequal} must be gathered, and a page of {page_bytes} bytes exceeds {staging_bytes} of staging"
         )
     return found
-
-
-def _compare_turns(ours: Hello, theirs: Hello) -> list[str]:
-    """In unified form a page travels as one: who writes the target's heads must write the drafter's too."""
-    if ours.fingerprint.draft_mode != "unified":
-        return []
-    for source, destination in ((ours, theirs), (theirs, ours)):
-        if source.role == "generation" or destination.role == "context":
-            continue  # nothing goes that way
-        target, draft = ships(source, destination)
-        if target != draft:
-            words = f"from {_ranks(source.place.size)} to {_ranks(destination.place.size)}"
-            return [f"{words} target and draft KV of a page have different writers: use draft_kv = mirrored"]
-    return []
 
 
 def _misfits(where: str, hello: Hello) -> list[str]:

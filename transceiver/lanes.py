@@ -73,7 +73,7 @@ class Lane:
     @property
     def bytes_shipped(self) -> tuple[int, int]:
         """The target's, and the drafter's."""
-        target, draft = self.route.shipped.bytes_apart(self.pool)
+        target, draft = self.route.bytes_apart(self.pool)
         return self.shipped * target, self.shipped * draft
 
     def final(self, ready_position: int) -> int:
@@ -156,7 +156,8 @@ def routes(source: Hello, destination: Hello) -> tuple[Route | None, Route | Non
     ships_target, ships_draft = ships(source, destination)
     target_here, draft_here = page_formats(source.fingerprint)
     target_there, draft_there = page_formats(destination.fingerprint)
-    target = route(target_here, target_there) if ships_target else None
+    shipped = (ships_target,) if len(target_here.parts) == 1 else (ships_target, ships_draft)
+    target = route(target_here, target_there, shipped) if any(shipped) else None
     if draft_here is None or draft_there is None or not ships_draft:
         return target, None
     return target, route(draft_here, draft_there)

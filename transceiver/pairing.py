@@ -7,7 +7,8 @@ transfer between groups is a leg for each pair of ranks with something to ship, 
     1 head      4 ranks {0} {0} {0} {0}  →  2 ranks {0} {0}             2 legs, from the first and the third
 
 A destination gets every head that it holds from exactly one source. Sources that hold the same head take turns by
-destination. Target and drafter are paired apart, because one may have fewer heads than ranks and the other not.
+destination. Target and drafter are paired apart, because one may have fewer heads than ranks and the other not; a model
+with few heads adds no legs to those of the other, as long as one's number of heads divides the other's.
 """
 
 from __future__ import annotations

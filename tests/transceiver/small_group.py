@@ -94,7 +94,10 @@ class SmallGroup(SmallWorker):
         for rank in self.ranks:
             print_ = rank.endpoint._book.ours.fingerprint
             assert print_.draft is not None
-            found.append((_view(rank.memory.target, print_.target), _view(rank.memory.draft, print_.draft)))
+            target, draft = rank.memory.target, rank.memory.draft
+            if print_.draft_mode == "unified":
+                target, draft = np.split(target, [print_.target.page_bytes], axis=1)
+            found.append((_view(target, print_.target), _view(draft, print_.draft)))
         return found
 
     def holds(self, ours: Pages, seed: int, theirs: Pages, num_tokens: int) -> bool:

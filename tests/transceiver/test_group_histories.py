@@ -6,6 +6,9 @@ source's KV on every rank, and pages that were reported as safe are never writte
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
@@ -32,6 +35,7 @@ SEED = 7
 SIZES = st.sampled_from([(1, 2), (2, 1), (2, 2), (2, 4), (4, 2), (4, 1), (1, 4)])
 HEADS = st.sampled_from([Heads(4, 4), Heads(2, 4), Heads(4, 1), Heads(1, 2)])
 HISTORIES = settings(SETTINGS, max_examples=25)
+MANY = settings(SETTINGS, max_examples=800)
 
 
 class GroupHistory(History):
@@ -196,3 +200,20 @@ def test_after_a_rank_s_death_the_other_group_ends_every_transfer_and_gets_its_p
         assert len(script.ends[survivor.epoch]) <= 1
         if survivor is history.receiving:
             assert len(script.ends["receiver"]) == 1
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "played",
+    [
+        test_between_groups_every_transfer_ends_once_on_each_side_and_safe_pages_stay_untouched,
+        test_between_groups_a_link_that_loses_delays_and_doubles_fails_no_transfer,
+        test_after_a_rank_s_death_the_other_group_ends_every_transfer_and_gets_its_pages_back,
+    ],
+    ids=["ends", "calm", "death"],
+)
+def test_many_histories_of_groups(played: Any) -> None:
+    """Every one of the above, more often."""
+    body, strategies = played.hypothesis.inner_test, played.hypothesis._given_kwargs
+    MANY(given(**strategies)(body))()

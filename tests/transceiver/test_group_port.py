@@ -12,9 +12,9 @@ from tests.transceiver.small_worker import Clock, handoff, pages
 from transceiver import wire
 from transceiver.errors import DuplicateTransfer, HandshakeRefused, UnknownPeer, UnknownTransfer
 from transceiver.loopback import Faults, LoopbackHub
-from transceiver.port import Broke, Delivered, Landed, ReceiveSpec, Released, TransferEvent
+from transceiver.port import Broke, Delivered, Landed, Pages, ReceiveSpec, Released, TransferEvent
 from transceiver.records import Timing
-from transceiver.wire import TerminalState
+from transceiver.wire import DraftMode, TerminalState
 
 SIZES = (1, 2, 4)
 NUM_TOKENS = 18
@@ -30,9 +30,12 @@ def pair(sizes: tuple[int, int], heads: Heads = Heads(), **more: object) -> tupl
     return sender, receiver
 
 
-def ship(sender: SmallGroup, receiver: SmallGroup, clock: Clock) -> None:
-    receiver.expect("t", NUM_TOKENS, DESTINATION)
-    sender.open("t", receiver, NUM_TOKENS, SOURCE, DESTINATION)
+def ship(sender: SmallGroup, receiver: SmallGroup, clock: Clock, mode: DraftMode = "mirrored") -> None:
+    source, destination = (
+        Pages(pages.target) if mode == "unified" else pages for pages in (SOURCE, DESTINATION)
+    )
+    receiver.expect("t", NUM_TOKENS, destination)
+    sender.open("t", receiver, NUM_TOKENS, source, destination)
     for end in (5, 16):
         sender.port.push(TRANSFER, end)
         clock.run(0.02)
@@ -41,11 +44,14 @@ def ship(sender: SmallGroup, receiver: SmallGroup, clock: Clock) -> None:
 
 @pytest.mark.parametrize("heads", [Heads(2, 4), Heads(4, 1), Heads(1, 2)])
 @pytest.mark.parametrize("sizes", list(itertools.product(SIZES, SIZES)))
-def test_every_head_arrives_on_every_rank_that_holds_it(sizes: tuple[int, int], heads: Heads) -> None:
-    sender, receiver = pair(sizes, heads)
+@pytest.mark.parametrize("mode", ["mirrored", "unified"])
+def test_every_head_arrives_on_every_rank_that_holds_it(
+    sizes: tuple[int, int], heads: Heads, mode: DraftMode
+) -> None:
+    sender, receiver = pair(sizes, heads, draft_mode=mode)
     assert sender.port.connect(receiver.port.hello()) == receiver.epoch
     clock = Clock(sender, receiver)
-    ship(sender, receiver, clock)
+    ship(sender, receiver, clock, mode)
     seen = clock.run(0.3)
     ((sent,), (landed,)) = seen[sender.epoch], seen[receiver.epoch]
     assert isinstance(sent, Delivered)
