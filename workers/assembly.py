@@ -228,11 +228,6 @@ def lay_ground(config: WorkerConfig, models: Models) -> Ground:
     # A context worker never decodes: nothing lies beyond its prompts.
     lookahead = drafter.lookahead if drafter is not None and config.role != "context" else 1
     limits = BatchLimits(max_batch=config.max_batch, max_seq_len=max_seq_len, lookahead=lookahead)
-    if models.ranks is not None and draft_geometry is not None and draft_geometry.window is not None:
-        raise ModelMismatch(
-            "a drafter that keeps a window of context cannot be divided among ranks yet: use one rank",
-            field="pair",
-        )
     try:
         if drafter is not None:
             mode: ServingMode = "aggregated" if config.role == "aggregated" else "split"

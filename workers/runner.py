@@ -227,6 +227,10 @@ class ModelRunner:
         ids = [s.request_id for s in sequences]
         return self._tables.draft_rows(ids, dummy=self.fault is Fault.DUMMY_SLOT)
 
+    def draft_begins_of(self, sequences: Items[Sequence]) -> list[int]:
+        """Where each request's row of the drafter's page table begins."""
+        return self._tables.draft_begins_of([s.request_id for s in sequences])
+
     def target_rows(self, sequences: Items[Sequence]) -> PageTable:
         """Each request's row of the target's page table, [B, max_pages], copied."""
         return self._tables.target_rows([s.request_id for s in sequences])
@@ -247,7 +251,7 @@ class ModelRunner:
             lens = [length - s.draft_origin for s, length in zip(sequences, kv_lens, strict=True)]
             return self._draft_attention.plan(rows, q_lens, lens, causal=False)
         # A row begins with the window's first page, and positions count from there.
-        bases = self._tables.draft_begins_of([s.request_id for s in sequences])
+        bases = self.draft_begins_of(sequences)
         lens = [length - base for base, length in zip(bases, kv_lens, strict=True)]
         seen = (
             [

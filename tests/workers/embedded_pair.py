@@ -26,12 +26,12 @@ def embedded_config(family: str = "llama", **changes: Any) -> dict[str, Any]:
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=2,
-        num_key_value_heads=1,
         head_dim=16,
         vocab_size=VOCAB,
         max_position_embeddings=512,
         eos_token_id=2,
         **{
+            "num_key_value_heads": 1,
             "dspark_block_size": 3,
             "dspark_noise_token_id": 7,
             "dspark_target_layer_ids": [0],
@@ -73,6 +73,11 @@ def write_embedded(
 
 def load_embedded_pair(directory: Path, family: str = "llama", **changes: Any) -> Models:
     """Write and load it as a worker does."""
-    path = write_embedded(directory / "target", embedded_config(family, **changes))
+    return load_models(
+        embedded_worker(write_embedded(directory / "target", embedded_config(family, **changes)))
+    )
+
+
+def embedded_worker(path: Path, **more: Any) -> WorkerConfig:
     spec = PairSpec(name="embedded", target=str(path))
-    return load_models(WorkerConfig(role="aggregated", pair=spec, dtype="float64", device=DEVICE.type))  # type: ignore[arg-type]
+    return WorkerConfig(role="aggregated", pair=spec, dtype="float64", device=DEVICE.type, **more)  # type: ignore[arg-type]

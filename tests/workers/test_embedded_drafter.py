@@ -6,9 +6,9 @@ a position of context that is wrong, missing or too many shows in the counts.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import pytest
@@ -23,16 +23,21 @@ from tests.workers.embedded_pair import (
     VOCAB,
     WINDOW,
     embedded_config,
+    embedded_worker,
     load_embedded_pair,
     stage_tensors,
+    write_embedded,
 )
+from tests.workers.group_of_threads import group
+from tests.workers.group_pair import GroupPair
 from tests.workers.replaying_pair import ReplayingPair
-from tests.workers.split_pair import Outcome, SplitPair, config, run_aggregated
+from tests.workers.split_pair import Outcome, SplitPair, answers, config, run_aggregated
 from tests.workers.tiny_checkpoints import dense_forward, random_tensors
 from workers.aggregated import AggregatedEngine
-from workers.assembly import Models, build, lay_ground
+from workers.assembly import Models, build, load_models
 from workers.backend import choose_backend
-from workers.errors import InvalidRequest, ModelMismatch
+from workers.config import WorkerConfig
+from workers.errors import InvalidRequest
 from workers.faults import Fault
 from workers.group.ranks import GroupRanks
 from workers.request import PrefillRequest, Reservation, SamplingParams, SubmitRequest
@@ -246,7 +251,24 @@ def test_the_drafter_of_a_window_takes_the_back_end_that_can_mask() -> None:
     assert choose_backend(cuda, torch.bfloat16, [128]) == "flashinfer"
 
 
-def test_a_window_is_not_divided_among_ranks(pair_of_models: Models) -> None:
-    divided = replace(pair_of_models, ranks=cast(GroupRanks, object()))
-    with pytest.raises(ModelMismatch, match="keeps a window of context cannot be divided among ranks yet"):
-        lay_ground(config("aggregated", **SMALL), divided)
+@pytest.mark.parametrize("attention_dp", [False, True], ids=["shared", "apart"])
+def test_ranks_slide_windows_as_one_does_and_ship_them(tmp_path: Path, attention_dp: bool) -> None:
+    path = write_embedded(tmp_path / "target", embedded_config(num_key_value_heads=2))
+    prompts = [prompt(length) for length in (WINDOW + PAGE + 3, 61, 9)]
+    options = SMALL | {"chunk": 8, "attention_dp": attention_dp}
+    sampling = msgspec.structs.replace(SAMPLED, max_tokens=14)
+
+    def load(worker: WorkerConfig, ranks: GroupRanks) -> Models:
+        return load_models(embedded_worker(path, attention_dp=worker.attention_dp), ranks)
+
+    golden = account(run_aggregated(load_models(embedded_worker(path)), prompts, sampling, **SMALL))
+    whole = config("aggregated", **options)
+    with group(2, partial(load, whole), whole) as assembly:
+        assert account(answers(assembly.engine, prompts, sampling)) == golden
+    pair = GroupPair(load, (2, 2), config("context", **options), config("generation", **options))
+    try:
+        asked = pair.answer(prompts, sampling)
+        assert account([pair.outcomes[request_id] for request_id in asked]) == golden
+    finally:
+        pair.close()
+    assert sum(sum(accepted) for _, _, accepted in golden) > 0

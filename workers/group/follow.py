@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import torch
@@ -45,6 +45,7 @@ class HeardTables:
         self._target, self._draft = target, draft
         self._place: dict[RequestId, int] = {}
         self._lengths: list[int] = []
+        self._draft_begins: list[int] = []
         self._target_rows: PageTable = unpack_rows([], target.row_pages, target.pool_pages)
         self._draft_rows: PageTable | None = None
 
@@ -56,6 +57,7 @@ class HeardTables:
         """The requests of the coming step. Raises ValueError for rows that no pool has."""
         self._place = {row.request_id: place for place, row in enumerate(rows)}
         self._lengths = [row.length for row in rows]
+        self._draft_begins = [row.draft_begin for row in rows]
         target, draft = self._target, self._draft
         self._target_rows = unpack_rows(
             [row.target_pages for row in rows], target.row_pages, target.pool_pages
@@ -77,7 +79,7 @@ class HeardTables:
         return self._draft_rows[[self._place[request] for request in requests]]
 
     def draft_begins_of(self, requests: Items[RequestId]) -> list[int]:
-        return [0] * len(requests)
+        return [self._draft_begins[self._place[request]] for request in requests]
 
 
 class Follower:
@@ -120,7 +122,11 @@ class Follower:
             case Beat():
                 pass
             case Prefill(chunks):
-                self._work.prefill([_sequence(chunk.row) for chunk in chunks], step)
+                sequences = [
+                    replace(_sequence(chunk.row), num_prompt_tokens=chunk.num_prompt_tokens)
+                    for chunk in chunks
+                ]
+                self._work.prefill(sequences, step)
             case Decode(rows, anchors):
                 sequences = [_sequence(row, anchor) for row, anchor in zip(rows, anchors, strict=True)]
                 self._ranks.remember(digest(self._work.decode(sequences, step)))

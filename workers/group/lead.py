@@ -103,7 +103,10 @@ class LeadingRunner:
         sequences = [chunk.sequence for chunk in chunks]
         rows = rows_of(self._runner, self._lead, sequences)
         step = Prefill(
-            tuple(Chunk(row, chunk.token_ids, chunk.last) for row, chunk in zip(rows, chunks, strict=True))
+            tuple(
+                Chunk(row, chunk.token_ids, chunk.sequence.num_prompt_tokens)
+                for row, chunk in zip(rows, chunks, strict=True)
+            )
         )
         with self._lead.leading(step):
             logits = self._work.prefill(sequences, step)
@@ -148,6 +151,11 @@ def rows_of(runner: ModelRunner, lead: Lead, sequences: Items[Sequence]) -> tupl
     draft_rows = (
         dict(zip((s.request_id for s in drafts), runner.draft_rows(drafts), strict=True)) if drafts else {}
     )
+    begins = (
+        dict(zip((s.request_id for s in drafts), runner.draft_begins_of(drafts), strict=True))
+        if drafts
+        else {}
+    )
     none = np.empty(0, dtype=np.int32)
 
     def packed(row: Items[int]) -> bytes:
@@ -167,6 +175,7 @@ def rows_of(runner: ModelRunner, lead: Lead, sequences: Items[Sequence]) -> tupl
             banned=sequence.stop_token_ids if sequence.num_tokens_to_min else (),
             num_banned=sequence.num_tokens_to_min,
             rank=lead.rank_of(sequence.request_id),
+            draft_begin=begins.get(sequence.request_id, 0),
         )
         for sequence, length, target_row in zip(
             sequences, runner.lengths_of(sequences), target_rows, strict=True

@@ -20,9 +20,9 @@ from workers.request import SamplingParams
 class Row(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One request of a step. `target_pages`, `draft_pages`: its rows as int32 bytes, up to its last page.
 
-    `length`: positions with KV, in front of the step. `counts`: (token, times said) of all tokens so far, where
-    penalties look at them; `banned`: what the next `num_banned` tokens must not be. `rank`: which one has the request,
-    where each has its own.
+    `length`: positions with KV, in front of the step; `draft_begin`: the first that `draft_pages` hold. `counts`:
+    (token, times said) of all tokens so far, where penalties look at them; `banned`: what the next `num_banned` tokens
+    must not be. `rank`: which one has the request, where each has its own.
     """
 
     request_id: RequestId
@@ -36,14 +36,19 @@ class Row(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     banned: tuple[int, ...] = ()
     num_banned: int = 0
     rank: int = 0
+    draft_begin: int = 0
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """Prompt positions behind `row.length`; `last`: with the logits behind the last of them."""
+    """Positions behind `row.length` of a prompt of so many tokens; behind the last of them, logits are wanted."""
 
     row: Row
     token_ids: tuple[int, ...]
-    last: bool
+    num_prompt_tokens: int
+
+    @property
+    def last(self) -> bool:
+        return self.row.length + len(self.token_ids) == self.num_prompt_tokens
 
 
 class Prefill(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -58,7 +58,7 @@ def build_follower(config: WorkerConfig, models: Models, make_port: MakePort = n
     limits = ground.demand.limits
 
     def size(geometry: KvGeometry, pool_pages: int) -> PoolSize:
-        return PoolSize(geometry.pages_for(limits.max_positions), pool_pages)
+        return PoolSize(ground.demand.pages_per_request(geometry), pool_pages)
 
     target_pages = ground.plan.num_target_pages
     draft = None
