@@ -1,7 +1,7 @@
 """Calls and streams over one TCP connection, for the path between gateway and worker that every token takes.
 
     client                                     server
-    HELLO name          ───────────────────▶   who asks, in every call of this connection
+    HELLO version name  ───────────────────▶   who asks, in every call of this connection; or END 0 and why not
     ASK   call method   ───────────────────▶   runs the handler  ──▶ ANSWER call | REFUSED call
     OPEN  call method   ───────────────────▶   runs the stream   ──▶ ITEM call, ITEM call, ... END call | REFUSED call
     DROP  call          ───────────────────▶   cancels it; nothing more is said about it
@@ -39,7 +39,9 @@ Unary = Callable[[bytes, Caller], Awaitable[bytes]]
 Streaming = Callable[[bytes, Caller], AsyncGenerator[bytes, None]]
 """From the payload to the items; raises CallRefused."""
 
-_MAGIC: Final = b"slipstream-worker-1\n"
+_MAGIC: Final = b"slipstream-worker-"
+_VERSION: Final = b"2"
+_GREETING: Final = _MAGIC + _VERSION + b"\n"
 _HEAD: Final = struct.Struct("<IBI")  # bytes behind the length itself, kind, call
 _LENGTH_BYTES: Final = 4
 _REST_OF_HEAD: Final = _HEAD.size - _LENGTH_BYTES
@@ -122,6 +124,11 @@ class _Framing(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def close(self) -> None:
+        """What was sent still leaves."""
+        if self._transport is not None:
+            self._transport.close()
+
     def data_received(self, data: bytes) -> None:
         self.heard_s = self._loop.time()
         received = self._received
@@ -192,9 +199,15 @@ class _ServerConnection(_Framing):
 
     def received(self, kind: int, call: int, payload: bytes) -> None:
         if self._name is None:
+            if not self.open:
+                return  # what was sent behind a greeting that was refused
             if kind != _Kind.HELLO or not payload.startswith(_MAGIC):
                 raise ValueError("the first frame is no greeting")
-            self._name = payload[len(_MAGIC) :].decode()
+            version, _, name = payload[len(_MAGIC) :].partition(b"\n")
+            if version == _VERSION:
+                self._name = name.decode()
+            else:
+                self._refuse(version.decode("ascii", "replace"))
             return
         match kind:
             case _Kind.ASK | _Kind.OPEN:
@@ -214,6 +227,13 @@ class _ServerConnection(_Framing):
                 pass
             case _:
                 raise ValueError(f"a frame of kind {kind}")
+
+    def _refuse(self, version: str) -> None:
+        why = f"version {_VERSION.decode()} of the worker protocol is spoken here, not {version[:16]}"
+        _log.warning("%s: closing a connection", why)
+        self.send(_Kind.END, 0, why.encode())
+        self.flush()
+        self.close()
 
     async def _answer(self, call: int, method: str, body: bytes, caller: Caller) -> None:
         handle = self._server.unary.get(method)
@@ -314,12 +334,14 @@ class _ClientConnection(_Framing):
         self._answers: dict[int, asyncio.Future[bytes]] = {}
         self._items: dict[int, _Items] = {}
         self._next_call = 0
+        self._refused = ""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self.send(_Kind.HELLO, 0, _MAGIC + self._name.encode())
+        self.send(_Kind.HELLO, 0, _GREETING + self._name.encode())
 
     def lost(self, why: str) -> None:
+        why = self._refused or why
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(CallFailed(why))
@@ -358,6 +380,8 @@ class _ClientConnection(_Framing):
                     items.put(payload)
             case _Kind.REFUSED:
                 self._fail(call, CallRefused(payload))
+            case _Kind.END if call == 0:
+                self._refused = payload.decode()
             case _Kind.END:
                 if call in self._items and not payload:
                     self._items[call].put(None)

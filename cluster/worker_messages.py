@@ -2,7 +2,7 @@
 
 The values are those of `workers.request`; this module adds the few that exist only between the two processes. Every
 message is a msgspec struct in msgpack, and `cluster.framed` carries them. A gateway names itself when it connects,
-because a worker sends a request's tokens to the gateway that asked.
+because a worker sends a request's tokens to the gateway that asked. Whatever is asked is `Understood` whole or refused.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from workers.request import (
     ShipRequest,
     SubmitRequest,
     TokenFrame,
+    Understood,
     WorkerFacts,
     WorkerStats,
 )
@@ -34,11 +35,11 @@ Asked = TypeVar("Asked")
 Answered = TypeVar("Answered")
 
 
-class Empty(msgspec.Struct, frozen=True):
+class Empty(Understood, frozen=True):
     """Nothing to say."""
 
 
-class ConnectRequest(msgspec.Struct, frozen=True):
+class ConnectRequest(Understood, frozen=True):
     """The hello of a worker of the other role."""
 
     hello: bytes
@@ -50,7 +51,7 @@ class Connected(msgspec.Struct, frozen=True):
     epoch: WorkerEpoch
 
 
-class DisconnectRequest(msgspec.Struct, frozen=True):
+class DisconnectRequest(Understood, frozen=True):
     """Workers that are dead, whose places others have taken. Unknown ones are harmless."""
 
     epochs: tuple[WorkerEpoch, ...]
@@ -62,19 +63,19 @@ class ReserveAnswer(msgspec.Struct, frozen=True):
     admitted: Admitted
 
 
-class CancelWork(msgspec.Struct, frozen=True):
+class CancelWork(Understood, frozen=True):
     """Ends a request at this worker; unknown ids are harmless."""
 
     request_id: RequestId
 
 
-class DrainWork(msgspec.Struct, frozen=True):
+class DrainWork(Understood, frozen=True):
     """Whether the worker is to run empty: it tells all its gateways, and keeps what it has."""
 
     draining: bool
 
 
-class TimelineRequest(msgspec.Struct, frozen=True):
+class TimelineRequest(Understood, frozen=True):
     """What has this worker done for the request, and when?"""
 
     request_id: RequestId
@@ -92,6 +93,7 @@ class Call(Generic[Asked, Answered]):
 
     def __init__(self, name: str, asked: type[Asked], answered: type[Answered]) -> None:
         self.name = name
+        self.asked = asked
         self._encoder = msgspec.msgpack.Encoder()
         self._asked = msgspec.msgpack.Decoder(asked)
         self._answered = msgspec.msgpack.Decoder(answered)

@@ -37,7 +37,7 @@ from cluster.worker_messages import (
     TimelineRequest,
 )
 from kvmanager.ids import RequestId, WorkerEpoch
-from workers.errors import EngineFailed, InvalidRequest, NotAttached, WorkerRefused
+from workers.errors import EngineFailed, InvalidRequest, NotAttached, NotUnderstood, WorkerRefused
 from workers.request import (
     Admitted,
     Held,
@@ -299,7 +299,8 @@ def _unary(
         except WorkerRefused as refused:
             refusal = refused
         except msgspec.MsgspecError as error:
-            refusal = InvalidRequest(f"{call.name}: {error}")
+            # A client's mistakes end at the gateway's door: what cannot be read here is of another version.
+            refusal = NotUnderstood(f"the worker runs another version of Slipstream ({call.name}: {error})")
         except Exception as error:
             # The boundary of the process: whatever broke, the caller gets an answer and the log the traceback.
             _log.exception("%s failed", call.name, extra={"internal_id": getattr(asked, "request_id", "")})

@@ -157,6 +157,12 @@ class NotAttached(WorkerRefused):
     code = "UNAVAILABLE"
 
 
+class NotUnderstood(WorkerRefused):
+    """The gateway asks for something that this worker, of another version, does not know; another one may."""
+
+    code = "UNAVAILABLE"
+
+
 class EngineFailed(WorkerRefused):
     """The engine raised; the worker takes no more requests."""
 
@@ -177,6 +183,7 @@ _SUBCLASSES: dict[str, type[WorkerRefused]] = {
         RequestCancelled,
         WorkerStopping,
         NotAttached,
+        NotUnderstood,
         EngineFailed,
     )
 }

@@ -7,6 +7,10 @@ that answers `ComputedHere` needs no context worker: its tokens come as they are
 `SubmitRequest` replaces the first two. Where a prompt must be computed before its destination is known, a `HoldRequest`
 comes first of all, and a `ShipRequest` in place of `PrefillRequest`. All messages are msgspec structs and travel as
 msgpack.
+
+During a roll-out gateway and worker may be of different versions. What is asked of a worker is `Understood` whole or
+refused: a field that the worker does not know and that changes nothing does not travel, and any other one is an error
+there, never a token chosen without it. What workers tell of themselves may have more fields than a gateway knows.
 """
 
 from __future__ import annotations
@@ -22,7 +26,20 @@ FinishReason = Literal["stop", "length", "cancelled", "error", "preempted"]
 Role = Literal["context", "generation", "aggregated"]
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+class Understood(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A message that its reader must know every field of. New fields need a default that changes nothing."""
+
+    def __post_init__(self) -> None:
+        # msgspec leaves out a default by its identity, and a number that was read from a message has its own.
+        # Fields with defaults are the last ones.
+        defaults = self.__struct_defaults__
+        for name, default in zip(self.__struct_fields__[-len(defaults) :], defaults, strict=False):
+            value = getattr(self, name)
+            if value is not default and type(value) is type(default) and value == default:
+                msgspec.structs.force_setattr(self, name, default)
+
+
+class SamplingParams(Understood, frozen=True, kw_only=True):
     """How tokens are chosen. `temperature` 0 is greedy. Noise is keyed by (seed, position), so a replay repeats.
 
     `draft_tokens`: tokens proposed per step for this request; None leaves it to the worker, 0 turns drafting off.
@@ -74,7 +91,7 @@ class TokenLogprob(msgspec.Struct, frozen=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
-class ReserveRequest(msgspec.Struct, frozen=True, kw_only=True):
+class ReserveRequest(Understood, frozen=True, kw_only=True):
     """`prompt_token_ids` may be left out; then no page of the prompt is looked for in the prefix cache.
 
     `cache_salt` keeps tenants apart there. `position_multiple`: what KV is shipped from a position that the context
@@ -94,7 +111,7 @@ class ReserveRequest(msgspec.Struct, frozen=True, kw_only=True):
     local_prefill_tokens: int = 0
 
 
-class Reservation(msgspec.Struct, frozen=True, kw_only=True, tag="reservation"):
+class Reservation(Understood, frozen=True, kw_only=True, tag="reservation"):
     """A generation worker's promise: these pages hold the prompt's KV of `transfer_id` until it ends.
 
     It has the KV of positions 0 .. first_position - 1 already; the pages are those from there on.
@@ -107,14 +124,14 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True, tag="reservation"):
     first_position: int = 0
 
 
-class ComputedHere(msgspec.Struct, frozen=True, kw_only=True, tag="computed_here"):
+class ComputedHere(Understood, frozen=True, kw_only=True, tag="computed_here"):
     """The generation worker has let the request in and computes its prompt itself: nothing is to be shipped."""
 
 
 Admitted = Reservation | ComputedHere
 
 
-class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True):
+class PrefillRequest(Understood, frozen=True, kw_only=True):
     request_id: RequestId
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
@@ -130,7 +147,7 @@ class Prefilled(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens_computed: int
 
 
-class HoldRequest(msgspec.Struct, frozen=True, kw_only=True):
+class HoldRequest(Understood, frozen=True, kw_only=True):
     """A prompt whose destination is not known yet: once computed, its KV is kept for `lease_s`, for a `ShipRequest`.
 
     `ttl_s` bounds the wait for room.
@@ -151,7 +168,7 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens_computed: int
 
 
-class ShipRequest(msgspec.Struct, frozen=True, kw_only=True):
+class ShipRequest(Understood, frozen=True, kw_only=True):
     """Send the KV that is held under `held_id`, which goes by `request_id` from now on. `Prefilled` answers.
 
     What is held can be asked for once; `num_prompt_tokens` must be what is held.
@@ -164,7 +181,7 @@ class ShipRequest(msgspec.Struct, frozen=True, kw_only=True):
     ttl_s: float
 
 
-class SubmitRequest(msgspec.Struct, frozen=True, kw_only=True):
+class SubmitRequest(Understood, frozen=True, kw_only=True):
     request_id: RequestId
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from cluster import framed
 from cluster.framed import Caller, CallFailed, CallRefused, FramedClient, FramedServer
 
 MAX_BYTES = 1 << 20
-HELLO = b"slipstream-worker-1\nme"
+HELLO = b"slipstream-worker-2\nme"
 
 
 @dataclass
@@ -310,3 +311,17 @@ async def test_frames_may_be_cut_anywhere(start: Start) -> None:
     async with asyncio.timeout(5):
         assert await reader.readexactly(len(expected)) == expected
     writer.close()
+
+
+async def test_a_client_of_another_version_is_told_so_and_nothing_of_it_runs(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handlers, _, port = await start()
+    monkeypatch.setattr(framed, "_GREETING", b"slipstream-worker-1\n")
+    async with connected(port) as old:
+        with pytest.raises(CallFailed, match="version 2 of the worker protocol is spoken here, not 1"):
+            await old.call("hold", b"")
+    monkeypatch.undo()
+    assert not handlers.begun.is_set()
+    async with connected(port) as client:
+        assert await client.call("echo", b"fine ") == b"fine me"
