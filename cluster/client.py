@@ -18,6 +18,7 @@ from typing import Any, Self, TypedDict, Unpack
 import grpc
 import grpc.aio
 
+from cluster import keepalive
 from cluster.access import PLAIN, Access
 from cluster.answers import (
     AnswerEnd,
@@ -251,14 +252,15 @@ def as_prompt(prompt: PromptLike) -> Prompt:
 
 def _channel(kind: Any, address: str, access: Access) -> Any:
     """A channel of `grpc` or `grpc.aio`. Raises OSError for a TLS file that cannot be read."""
+    options = (*_OPTIONS, *keepalive.client_options())
     if access.ca_file is None:
-        return kind.insecure_channel(address, options=_OPTIONS)
+        return kind.insecure_channel(address, options=options)
     credentials = grpc.ssl_channel_credentials(
         access.ca_file.read_bytes(),
         access.key_file.read_bytes() if access.key_file is not None else None,
         access.cert_file.read_bytes() if access.cert_file is not None else None,
     )
-    return kind.secure_channel(address, credentials, options=_OPTIONS)
+    return kind.secure_channel(address, credentials, options=options)
 
 
 def _message(prompt: PromptLike, options: Options) -> inference_pb2.GenerateRequest:

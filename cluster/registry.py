@@ -18,6 +18,7 @@ import grpc
 import grpc.aio
 import msgspec
 
+from cluster import keepalive
 from cluster.link import WorkerAddress
 from workers.request import Role
 
@@ -25,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 SERVICE: Final = "slipstream.registry.v1.Registry"
 _WATCH: Final = "Watch"
-_KEEPALIVE_MS: Final = 5_000
+_PING_S: Final = 5.0
 _STOP_GRACE_S: Final = 1.0
 _FIRST_RETRY_S: Final = 0.1
 _LONGEST_RETRY_S: Final = 2.0
@@ -68,13 +69,7 @@ class Registry:
     async def start(self, listen: str) -> str:
         """Listen on host:port, port 0 for any; returns the address. Raises OSError when it is taken."""
         server = grpc.aio.server(
-            options=(
-                ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
-                ("grpc.keepalive_timeout_ms", _KEEPALIVE_MS),
-                ("grpc.http2.max_pings_without_data", 0),
-                ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
-                ("grpc.so_reuseport", 0),
-            )
+            options=(*keepalive.server_options(_PING_S, _PING_S), ("grpc.so_reuseport", 0)),
         )
         handlers = {_WATCH: grpc.unary_stream_rpc_method_handler(self._watch)}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
@@ -123,9 +118,7 @@ async def follow(address: str) -> AsyncGenerator[Roster, None]:
     """Rosters of the registry at `address`, now and after every change, through its restarts; ends never."""
     decoder = msgspec.msgpack.Decoder(Roster)
     options = (
-        ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
-        ("grpc.keepalive_timeout_ms", _KEEPALIVE_MS),
-        ("grpc.keepalive_permit_without_calls", 1),
+        *keepalive.client_options(_PING_S, _PING_S),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1000),
     )

@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
-from cluster import tracing
+from cluster import keepalive, tracing
 from cluster.answers import AnswerChunk, AnswerRequest
 from cluster.convert import chunk_to_proto, end_to_proto, request_from_proto, worker_to_proto
 from cluster.errors import InvalidArgument, RequestError, WorkerFailed, to_status
@@ -274,6 +274,7 @@ class Door:
             options=(
                 ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
                 ("grpc.so_reuseport", 0),  # a second server on the port must fail, not steal half the calls
+                *keepalive.server_options(),
             ),
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(gateway), self._server)

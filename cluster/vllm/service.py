@@ -29,6 +29,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 
+from cluster import keepalive
 from cluster.answers import AnswerChunk, HeldPrompt, PromptReady
 from cluster.choices import merged
 from cluster.errors import InvalidArgument, RequestError, WorkerFailed, to_status
@@ -288,9 +289,7 @@ class EngineDoor:
             options=(
                 ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
                 ("grpc.so_reuseport", 0),  # a second server on the port must fail, not steal half the calls
-                # smg asks idle connections for a sign of life every 30 s, which gRPC takes for an attack by default.
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", 5000),
-                ("grpc.keepalive_permit_without_calls", 1),
+                *keepalive.server_options(),  # smg asks idle connections for a sign of life every 30 s
             ),
         )
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(service, self._server)

@@ -21,6 +21,7 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
+from cluster import keepalive
 from cluster.config import ClusterConfig
 from cluster.vllm.service import ContextService, DecodingService, EngineDoor
 from tests.cluster.conftest import FakeCluster, Peers, StartCluster
@@ -465,6 +466,20 @@ async def test_health_is_the_standard_service_too_and_a_lost_pool_is_unhealthy(d
         await asyncio.sleep(0.01)
     message = (await doors.decoding.HealthCheck(pb.HealthCheckRequest())).message
     assert "generation" in message
+
+
+async def test_an_idle_gateway_that_asks_for_signs_of_life_is_not_sent_away(
+    split: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """smg does, every 30 s; by itself gRPC ends such a connection at the third one within five minutes."""
+    monkeypatch.setattr(keepalive, "PING_S", 0.3)
+    async for doors in open_doors(split):
+        options = keepalive.client_options()
+        async with grpc.aio.insecure_channel(doors.addresses["decoding"], options=options) as channel:
+            health: Any = health_pb2_grpc.HealthStub(channel)
+            await health.Check(health_pb2.HealthCheckRequest())
+            await asyncio.sleep(4.5)  # gRPC pings once a second at most, and the third may be one too many
+            assert channel.get_state() is grpc.ChannelConnectivity.READY
 
 
 async def test_what_has_no_meaning_here_is_unimplemented_and_no_message_is_invalid(doors: Doors) -> None:
