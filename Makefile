@@ -81,7 +81,7 @@ contracts: setup
 protos: setup
 	@$(BIN)/buf lint --config deploy/buf.yaml
 	@! git rev-parse --quiet --verify main >/dev/null 2>&1 || $(BIN)/buf breaking --config deploy/buf.yaml \
-		--against '.git#branch=main' --against-config deploy/buf.yaml
+		--against "$$(git rev-parse --path-format=absolute --git-common-dir)#branch=main" --against-config deploy/buf.yaml
 
 define protoc
 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto \
