@@ -484,7 +484,8 @@ class Gateway:
                 without_context=without_context or self.settings.without_context,
             )
         except NoRoute as error:
-            raise NoWorkerReady(str(error), retry_after_s=RETRY_AFTER_S) from error
+            reasons = [str(error), *(self._membership.misfits if route == "split" else ())]
+            raise NoWorkerReady("; ".join(reasons), retry_after_s=RETRY_AFTER_S) from error
         return [self._membership.links[name] for name in names]
 
     async def _walk_legs(self, live: LiveRequest, runs: Runs, asked: _Asked) -> None:

@@ -82,6 +82,11 @@ class Membership:
         """(context epoch, generation epoch) of completed handshakes."""
         return frozenset(self._paired)
 
+    @property
+    def misfits(self) -> list[str]:
+        """For each pair that refused its handshake, what they do not agree on."""
+        return list(self._refused.values())
+
     def start(self) -> None:
         for link in self.links.values():
             link.start()

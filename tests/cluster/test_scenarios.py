@@ -13,10 +13,15 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing
 
+import grpc
 import httpx2
+import msgspec
 import pytest
 
+from cluster import intake, keepalive
+from cluster import worker_messages as wire
 from cluster.answers import AnswerChunk, AnswerRequest, TokenPrompt
+from cluster.client import AsyncClient
 from cluster.errors import RequestError
 from cluster.gateway import Gateway
 from cluster.link import LinkTimes, WorkerAddress
@@ -24,6 +29,7 @@ from cluster.registry import Registry, follow
 from cluster.worker_server import WorkerServer
 from tests.cluster.conftest import FakeCluster, Peers, StartCluster, start_fake_cluster
 from tests.cluster.fake_worker import FakeHost
+from workers.request import SamplingParams, SubmitRequest
 
 
 @pytest.fixture
@@ -47,7 +53,7 @@ class Proxy:
 
     def __init__(self, target: str) -> None:
         self._host, _, self._port = target.rpartition(":")
-        self._writers: set[asyncio.StreamWriter] = set()
+        self.open: set[asyncio.StreamWriter] = set()  # two of every flow
         self._pumps: set[asyncio.Task[None]] = set()
         self.frozen: set[asyncio.StreamWriter] = set()  # flows of which nothing arrives any more
         self.num_flows = 0
@@ -59,18 +65,18 @@ class Proxy:
 
     def drop(self) -> None:
         """Every established flow is reset."""
-        for writer in self._writers:
+        for writer in self.open:
             writer.transport.abort()
 
     def freeze(self) -> None:
         """Every established flow is forgotten: nothing arrives, nobody is told."""
-        self.frozen |= self._writers
+        self.frozen |= self.open
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_flows += 1
         inner_reader, inner_writer = await asyncio.open_connection(self._host, int(self._port))
         for source, sink in ((reader, inner_writer), (inner_reader, writer)):
-            self._writers.add(sink)
+            self.open.add(sink)
             pump = asyncio.create_task(self._pump(source, sink))
             self._pumps.add(pump)
             pump.add_done_callback(self._pumps.discard)
@@ -83,12 +89,13 @@ class Proxy:
         except ConnectionError:
             pass
         finally:
-            self._writers.discard(sink)
-            sink.close()
+            if sink not in self.frozen:  # nor does an end arrive
+                self.open.discard(sink)
+                sink.close()
 
     async def _stop(self, server: asyncio.Server) -> None:
         server.close()
-        for writer in list(self._writers):
+        for writer in list(self.open):
             writer.transport.abort()
         await asyncio.gather(*self._pumps, return_exceptions=True)
 
@@ -129,6 +136,25 @@ async def test_s17_flows_that_were_lost_while_idle_cost_no_request(stack: AsyncE
     assert await tokens(cluster.gateway, b"ab", 3) == [*b"aba"]
     while host.jobs:
         await asyncio.sleep(0.005)
+
+
+async def test_s17_a_client_whose_idle_flow_was_lost_asks_over_another_one(
+    start_cluster: StartCluster, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own signs of life, which the door must bear, tell it so."""
+    for name in ("PING_S", "PONG_S"):
+        monkeypatch.setattr(keepalive, name, 0.3)
+    cluster = await start_cluster(FakeHost("aggregated"), route="aggregated")
+    proxy = Proxy(cluster.address)
+    client = AsyncClient(await proxy.start(stack))
+    stack.push_async_callback(client.close)
+    assert (await client.complete("ab", max_tokens=3))[0] == "aba"
+    await asyncio.sleep(4.5)  # gRPC pings once a second at most, and the third may be one too many
+    assert len(proxy.open) == 2, "the door takes signs of life for an attack"
+    proxy.freeze()
+    while client._channel.get_state() is grpc.ChannelConnectivity.READY:
+        await asyncio.sleep(0.01)
+    assert (await client.complete("ab", max_tokens=3, timeout_s=5.0))[0] == "aba"
 
 
 async def test_s26_and_s30_streams_outlive_the_registry_and_its_successor_is_followed(
@@ -259,7 +285,14 @@ async def test_s62_and_s67_a_context_worker_that_fits_nobody_or_is_lost_is_a_fas
         answer = await client.post("/v1/completions", json={"model": "fake", "prompt": "ab", "max_tokens": 3})
         assert time.monotonic() - began_s < 1.0
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-        assert (await client.get("/ready")).status_code == 503
+        while (
+            "protocol version" not in answer.text
+        ):  # once the handshake is over, what they do not agree on is told
+            answer = await client.post("/v1/completions", json={"model": "fake", "prompt": "ab"})
+            assert answer.status_code == 503
+        ready = await client.get("/ready")
+        assert ready.status_code == 503
+        assert "protocol version" in ready.text
     assert len(generation.reserved) == reserved
     fits = WorkerServer(FakeHost("context", generation.peers))
     stack.push_async_callback(fits.stop)
@@ -330,3 +363,45 @@ async def test_s74_during_a_roll_out_workers_of_each_version_serve_with_their_ow
     cluster.gateway.assign(links[2:])
     assert await tokens(cluster.gateway, b"ab", 5) == [*b"ababa"]
     await cluster.settle()
+
+
+class LaterSampling(SamplingParams, frozen=True, kw_only=True):
+    """What a later version may be able to ask."""
+
+    typical_p: float = 1.0
+
+
+class LaterSubmit(SubmitRequest, frozen=True, kw_only=True):
+    sampling: LaterSampling
+
+
+async def test_s74_what_an_old_worker_does_not_know_is_refused_there_and_asked_of_a_new_one(
+    start_cluster: StartCluster, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new gateway's requests are served by old workers as long as they ask for nothing new."""
+    typical_p, sampling_of = 1.0, intake.sampling_of
+
+    def later(*given: object) -> LaterSampling:
+        known = sampling_of(*given)  # type: ignore[arg-type]
+        return LaterSampling(**msgspec.structs.asdict(known), typical_p=float(str(typical_p)))
+
+    monkeypatch.setattr(intake, "sampling_of", later)
+    old = FakeHost("aggregated")
+    cluster = await start_cluster(old, route="aggregated")
+    assert await tokens(cluster.gateway, b"ab", 3) == [*b"aba"]
+    typical_p, served = 0.5, list(old.seen)
+    with pytest.raises(RequestError, match=r"another version.*unknown field `typical_p`") as refused:
+        await tokens(cluster.gateway, b"ab", 3)
+    assert refused.value.code == "UNAVAILABLE"
+    monkeypatch.setattr(wire, "SUBMIT", wire.Call("Submit", LaterSubmit, wire.Empty))
+    new = FakeHost("aggregated")
+    server = WorkerServer(new)
+    stack.push_async_callback(server.stop)
+    place = WorkerAddress("new", "aggregated", await server.start("127.0.0.1"))
+    cluster.gateway.assign([*(link.worker for link in cluster.gateway.links), place])
+    while not all(link.trusted for link in cluster.gateway.links):
+        await asyncio.sleep(0.005)
+    for _ in range(3):
+        assert await tokens(cluster.gateway, b"ab", 3) == [*b"aba"]
+    assert [getattr(sampling, "typical_p", None) for sampling in new.samplings] == [0.5] * 3
+    assert old.seen == served
