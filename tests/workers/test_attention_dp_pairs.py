@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator
 from itertools import product
@@ -12,6 +13,7 @@ import msgspec
 import pytest
 import torch
 
+from kvmanager.ids import RequestId
 from kvmanager.ledgers import DividedLedger
 from tests.workers.group_pair import GroupPair, LoadRank, ProcessPair
 from tests.workers.random_pair import VOCAB, dflash2, dspark, load_pair
@@ -28,6 +30,7 @@ from workers.assembly import Models
 from workers.config import FixedPages, WorkerConfig
 from workers.group.ranks import GroupRanks
 from workers.pairs import ModelPair
+from workers.request import SamplingParams
 
 
 @pytest.fixture(autouse=True)
@@ -157,3 +160,46 @@ def test_a_request_makes_room_for_an_older_one_of_its_own_rank_alone(tmp_path: P
     alone = load_pair(write_pair(tmp_path / "alone"))
     for answer, prompt, sampling in zip(answers, prompts, sampled, strict=True):
         assert answer.tokens == run_aggregated(alone, [prompt], sampling, **SMALL)[0].tokens
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(3))
+def test_no_history_of_requests_leaves_anything_on_any_rank(tmp_path: Path, seed: int) -> None:
+    """Prompts that begin alike, shipped or computed here, cancelled anywhere, in pools that hold a few of them."""
+    dice = random.Random(seed)
+    pair = write_pair(tmp_path)
+    small_pools = {"kv": FixedPages(num_target_pages=33), "max_seq_len": 96, "max_batch": 3}
+    groups = threads(pair, (DP_2, DP_2), **small_pools)
+    begins = [[(7 * which + i * i) % VOCAB for i in range(30)] for which in range(3)]
+    asked: dict[RequestId, tuple[list[int], SamplingParams]] = {}
+    try:
+        groups.now_s = time.monotonic()
+        for _ in range(40):
+            length = dice.randrange(4, 30)
+            prompt = [
+                *dice.choice(begins)[:length],
+                *(dice.randrange(VOCAB) for _ in range(dice.randrange(1, 8))),
+            ]
+            sampling = msgspec.structs.replace(
+                SAMPLED, max_tokens=dice.randrange(1, 30), seed=dice.randrange(9)
+            )
+            request_id = groups.ask(prompt, sampling, local_prefill_tokens=dice.choice([0, 0, 100]))
+            asked[request_id] = prompt, sampling
+            for _ in range(dice.randrange(8)):
+                groups.tick()
+            if dice.random() < 0.2:
+                gone = dice.choice(list(asked))
+                groups.generation.cancel(gone)
+                groups.context.cancel(gone)
+        groups.run()
+        found = {request_id: groups.outcomes[request_id] for request_id in asked}
+    finally:
+        groups.close()
+    alone = load_pair(write_pair(tmp_path / "alone"))
+    finished = [request_id for request_id, outcome in found.items() if outcome.finish == "length"]
+    assert len(finished) > 20
+    for request_id in finished:
+        prompt, sampling = asked[request_id]
+        assert found[request_id].tokens == run_aggregated(alone, [prompt], sampling, **SMALL)[0].tokens
+    assert groups.context.counters.cached_prompt_tokens > 0
