@@ -16,7 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import logging
+import os
 import time
+from collections.abc import Coroutine
 from typing import Any, Protocol, cast
 
 import msgspec
@@ -30,6 +33,8 @@ from cluster.tracing import worker_tracing
 from cluster.version import VERSION
 from workers.config import WorkerConfig
 from workers.errors import Refusal, WorkerRefused
+
+_log = logging.getLogger(__name__)
 
 DEFAULT_HOST = "workers.host:EngineHost"
 
@@ -95,6 +100,7 @@ class WorkerActor:
         self._stage = "starting"
         self._server: Any = None
         self._host: Any = None
+        self._watching: asyncio.Task[None] | None = None
 
     async def stage(self) -> str:
         """What the worker is doing until it serves: for a progress display."""
@@ -125,7 +131,7 @@ class WorkerActor:
         self._stage = "serving"
         self._note = Note.write(self._post.name, self._address)
         if followers is not None:
-            followers.follow(self._address)
+            self._watching = asyncio.create_task(self._end_with(followers.follow(self._address)))
         return msgspec.msgpack.encode(Serving(self._address))
 
     async def health(self, keeper: str) -> bytes:
@@ -179,6 +185,23 @@ class WorkerActor:
         )
         return followers
 
+    async def _end_with(self, others: Coroutine[Any, Any, None]) -> None:
+        """End this process soon after any of the other ranks: unless the engine has found out itself, it waits for a
+        device that waits for that rank, and would for ever.
+        """
+        await others
+        await asyncio.sleep(self._config.rank_timeout_s)
+        if self._stage == "stopped":
+            return
+        try:
+            self._host.stats()
+        except WorkerRefused:
+            return  # its health tells
+        _log.error(
+            "worker %s ends: another of its ranks has ended, and its engine stands still", self._post.name
+        )
+        os._exit(1)
+
     def _load(self, seat: Any = None) -> None:
         self._stage = "importing"
         module, _, name = self._host_factory.partition(":")
@@ -186,7 +209,9 @@ class WorkerActor:
         ranks: tuple[Any, ...] = ()
         if seat is not None:
             self._stage = "waiting for the other ranks"
-            ranks = (seat.meet(),)
+            from workers.device import compute_device
+
+            ranks = (seat.meet(compute_device(self._config.device)),)
         self._stage = "loading the model"
         self._host = factory.load(self._config, *ranks)
         self._stage = "starting the engine"

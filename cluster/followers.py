@@ -80,10 +80,12 @@ class Followers:
             if refusal is not None:
                 raise refusal.error()
 
-    def follow(self, address: str) -> None:
-        """Let them go on by themselves, for the worker that listens at `address`."""
-        for actor in self._actors:
-            actor.follow.remote(address)
+    async def follow(self, address: str) -> None:
+        """Let them go on by themselves, for the worker that listens at `address`. Returns once one has ended."""
+        following = [asyncio.ensure_future(_answer(actor.follow.remote(address))) for actor in self._actors]
+        ended, _ = await asyncio.wait(following, return_when=asyncio.FIRST_COMPLETED)
+        for rank in ended:
+            rank.exception()  # that the process is no more is told as an error
 
 
 class FollowerActor:

@@ -1,7 +1,8 @@
-"""A worker whose engine raises when it is told to: by a file in its home."""
+"""Workers whose engine raises, or waits for ever, when they are told to: by a file in their home."""
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,24 @@ class FailingHost(EngineHost):
         host = super().load(config, ranks)
         step, order = host._engine.step, Path.home() / ORDER
 
-        def fail(now_s: float) -> Any:
+        def obey(now_s: float) -> Any:
             if order.exists():
                 order.unlink()
-                raise MemoryError("no memory is left")
+                cls.fail()
             return step(now_s)
 
-        host._engine.step = fail  # type: ignore[method-assign]
+        host._engine.step = obey  # type: ignore[method-assign]
         assert isinstance(host, FailingHost)
         return host
+
+    @staticmethod
+    def fail() -> None:
+        raise MemoryError("no memory is left")
+
+
+class StuckHost(FailingHost):
+    """As one that waits for a device which waits for another rank's."""
+
+    @staticmethod
+    def fail() -> None:
+        threading.Event().wait()

@@ -257,6 +257,24 @@ def test_an_error_in_a_rank_ends_all_of_them_and_the_stream_goes_on(alone: Model
 
 
 @pytest.mark.chaos
+def test_a_first_rank_that_waits_for_a_device_ends_with_the_rank_that_the_device_waits_for(
+    alone: Models,
+) -> None:
+    said, _ = golden(alone, PROMPT, LONG)
+    with serving(AGGREGATED, "--host-factory", "tests.cluster.failing_worker:StuckHost") as served:
+        pids, order = served.pids("aggregated-0"), served.home / ORDER
+
+        def stick() -> None:
+            order.touch()
+            wait_until(lambda: not order.exists(), served.part.log)
+            os.kill(pids[1], signal.SIGKILL)
+
+        assert served.ask(PROMPT, LONG, then=stick)[0] == said
+        assert gone(pids)
+        assert "the process of worker aggregated-0 has died" in served.part.log.read_text()
+
+
+@pytest.mark.chaos
 @pytest.mark.parametrize(("context", "generation"), [(TP2, DP2), (DP2, TP4)])
 def test_roles_of_any_ranks_feed_each_other(alone: Models, context: str, generation: str) -> None:
     settings = f"{COMMON}\n[context]\n{context}\n[generation]\n{generation}\n"

@@ -10,6 +10,7 @@ import socket
 from datetime import timedelta
 
 import msgspec
+import torch
 from torch._C._distributed_c10d import TCPStore
 
 from workers.group.errors import GroupBroken
@@ -41,15 +42,15 @@ class FirstSeat:
             )
         self._seat = seat
 
-    def meet(self) -> GroupRanks:
+    def meet(self, device: torch.device) -> GroupRanks:
         """Wait for the others. Raises GroupBroken when not all come in time."""
-        return GroupRanks(self._seat, self._store)
+        return GroupRanks(self._seat, self._store, device)
 
 
-def attend(seat: Seat, meeting: Meeting) -> GroupRanks:
+def attend(seat: Seat, meeting: Meeting, device: torch.device) -> GroupRanks:
     """Another rank's way in. Raises GroupBroken when not all come in time."""
     try:
         store = TCPStore(meeting.host, meeting.port, timeout=timedelta(seconds=seat.start_s))
     except RuntimeError as error:
         raise GroupBroken(seat.rank, "the meeting", str(error).partition("\n")[0]) from error
-    return GroupRanks(seat, store)
+    return GroupRanks(seat, store, device)

@@ -19,6 +19,7 @@ from workers.assembly import (
     rank_identity,
 )
 from workers.config import WorkerConfig
+from workers.device import compute_device
 from workers.group.follow import Follower, HeardTables, PoolSize
 from workers.group.meeting import Meeting, attend
 from workers.group.progress import Progress
@@ -38,7 +39,7 @@ class FollowingRank:
         """
         torch.set_num_threads(config.num_threads)
         self._num_threads = config.num_threads
-        self._ranks = attend(seat, meeting)
+        self._ranks = attend(seat, meeting, compute_device(config.device))
         self._follower = build_follower(config, load_models(config, self._ranks))
 
     def run(self) -> None:

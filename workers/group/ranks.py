@@ -3,7 +3,7 @@
 Two process groups, so that a rank which is not there is found where waiting is bounded and can be ended:
 
     control   gloo                       steps, ballots and beats
-    data      gloo, or NCCL on GPUs      what models exchange inside of a step
+    data      gloo; NCCL for a GPU's     what models exchange inside of a step
 
 Every step, on all ranks:
 
@@ -15,6 +15,9 @@ Every step, on all ranks:
 Between steps nobody talks, so the first rank sends a beat now and then. Every wait ends in GroupBroken: after `start_s`
 while ranks meet and load, after `timeout_s` from then on. A rank that breaks calls `close`: its connections go, and
 whoever waits for it breaks at once, in turn.
+
+On a GPU a collective is queued, not waited for. NCCL ends the whole process when one takes longer than `timeout_s`, but
+knows nothing of those in a captured graph: who waits for such a graph is ended by whoever looks after the process.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from workers.group.errors import GroupBroken
 _FIRST_BYTES = 1 << 14  # of a step that are sent with its length; a longer one takes a second broadcast
 _LENGTH_BYTES = 8
 _FIRST = 0  # the rank that schedules
+_CPU = torch.device("cpu")
 
 
 class Seat(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,17 +62,22 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True):
 class GroupRanks:
     """Implements `drafter.ranks.Ranks`. All calls belong to the one thread that steps the rank."""
 
-    def __init__(self, seat: Seat, store: Store) -> None:
-        """Meet the other ranks at `store`. Raises GroupBroken when not all come in time."""
+    def __init__(self, seat: Seat, store: Store, device: torch.device = _CPU) -> None:
+        """Meet the other ranks at `store`; `device` is where this one computes.
+
+        Raises GroupBroken when not all come in time.
+        """
         self.rank, self.size = seat.rank, seat.size
         self.timeout_s, self.start_s = seat.timeout_s, seat.start_s
         self.address = seat.address
-        self._groups: list[_ProcessGroup] = []  # control, data; none of either once closed
+        self._groups: list[_ProcessGroup] = []  # control, data, and a GPU's data; none of them once closed
         self._calls = 0
         self._digest = 0
         store.set_timeout(timedelta(seconds=seat.start_s))
         with _Breaking(self.rank, "the meeting"):
             self._groups = [_gloo(seat, PrefixStore(name, store)) for name in ("control", "data")]
+            if device.type == "cuda":
+                self._groups.append(_nccl(seat, PrefixStore("device", store), device))
 
     def started(self) -> None:
         """Everything is loaded here: from now on waits are short."""
@@ -84,7 +93,7 @@ class GroupRanks:
                 parts[0] += part
             return parts[0]
         x = x.contiguous()
-        self._collective("a sum", lambda: self._data.allreduce([x]))
+        self._collective("a sum", lambda: self._data(x).allreduce([x]))
         return x
 
     def join(self, x_NC: Tensor) -> Tensor:
@@ -93,13 +102,13 @@ class GroupRanks:
     def gather(self, x: Tensor) -> Tensor:
         gathered = x.new_empty((self.size, *x.shape))
         own = x.contiguous()
-        self._collective("a gathering", lambda: self._data.allgather([list(gathered.unbind())], [own]))
+        self._collective("a gathering", lambda: self._data(x).allgather([list(gathered.unbind())], [own]))
         return gathered
 
     def spread(self, x: Tensor, rank: int) -> Tensor:
         """That rank's `x`, on every rank; may be written into the argument, which is of the same shape everywhere."""
         x = x.contiguous()
-        self._collective("a spreading", lambda: self._data.broadcast(x, rank))
+        self._collective("a spreading", lambda: self._data(x).broadcast(x, rank))
         return x
 
     def report(self, own: Tensor) -> Tensor:
@@ -161,9 +170,8 @@ class GroupRanks:
     def _control(self) -> _ProcessGroup:
         return self._groups[0]
 
-    @property
-    def _data(self) -> _ProcessGroup:
-        return self._groups[1]
+    def _data(self, x: Tensor) -> _ProcessGroup:
+        return self._groups[-1] if x.is_cuda else self._groups[1]
 
     def _collective(self, what: str, start: Callable[[], Any]) -> None:
         self._calls += 1
@@ -224,3 +232,12 @@ def _gloo(seat: Seat, store: Store) -> _ProcessGroup:
     options._timeout = timedelta(seconds=seat.start_s)
     options._devices = [gloo.create_device(hostname=seat.address)]
     return cast(_ProcessGroup, gloo(store, seat.rank, seat.size, options))
+
+
+def _nccl(seat: Seat, store: Store, device: torch.device) -> _ProcessGroup:
+    """Connections are made by the first collective."""
+    torch.cuda.set_device(device)
+    nccl: Any = dist.ProcessGroupNCCL  # only where torch was built for GPUs
+    options = nccl.Options()
+    options._timeout = timedelta(seconds=seat.start_s)
+    return cast(_ProcessGroup, nccl(store, seat.rank, seat.size, options))
