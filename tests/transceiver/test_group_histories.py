@@ -6,8 +6,6 @@ source's KV on every rank, and pages that were reported as safe are never writte
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
@@ -35,7 +33,7 @@ SEED = 7
 SIZES = st.sampled_from([(1, 2), (2, 1), (2, 2), (2, 4), (4, 2), (4, 1), (1, 4)])
 HEADS = st.sampled_from([Heads(4, 4), Heads(2, 4), Heads(4, 1), Heads(1, 2)])
 HISTORIES = settings(SETTINGS, max_examples=25)
-MANY = settings(SETTINGS, max_examples=800)
+SEEDS = st.integers(0, 2**32 - 1)
 
 
 class GroupHistory(History):
@@ -122,9 +120,7 @@ class GroupHistory(History):
             assert all(rank.endpoint.urgency is Urgency.IDLE for rank in group.ranks)
 
 
-@HISTORIES
-@given(st.data(), st.integers(0, 2**32 - 1), faults(calm=False), SIZES, HEADS)
-def test_between_groups_every_transfer_ends_once_on_each_side_and_safe_pages_stay_untouched(
+def play_to_the_end(
     data: st.DataObject, seed: int, link: Faults, sizes: tuple[int, int], heads: Heads
 ) -> None:
     plays = [data.draw(scripts(index, calm=False)) for index in range(data.draw(st.integers(1, 3)))]
@@ -147,11 +143,7 @@ def test_between_groups_every_transfer_ends_once_on_each_side_and_safe_pages_sta
             assert (sent.bytes_target, sent.bytes_draft) == (received.bytes_target, received.bytes_draft)
 
 
-@HISTORIES
-@given(st.data(), st.integers(0, 2**32 - 1), faults(calm=True), SIZES, HEADS)
-def test_between_groups_a_link_that_loses_delays_and_doubles_fails_no_transfer(
-    data: st.DataObject, seed: int, link: Faults, sizes: tuple[int, int], heads: Heads
-) -> None:
+def play_calmly(data: st.DataObject, seed: int, link: Faults, sizes: tuple[int, int], heads: Heads) -> None:
     plays = [data.draw(scripts(index, calm=True)) for index in range(data.draw(st.integers(1, 2)))]
     history = GroupHistory(seed, link, plays, 30.0, sizes, heads)
     history.play(1200)
@@ -161,11 +153,7 @@ def test_between_groups_a_link_that_loses_delays_and_doubles_fails_no_transfer(
     history.judge()
 
 
-@HISTORIES
-@given(st.data(), st.integers(0, 2**32 - 1), faults(calm=False), SIZES, HEADS)
-def test_after_a_rank_s_death_the_other_group_ends_every_transfer_and_gets_its_pages_back(
-    data: st.DataObject, seed: int, link: Faults, sizes: tuple[int, int], heads: Heads
-) -> None:
+def play_a_death(data: st.DataObject, seed: int, link: Faults, sizes: tuple[int, int], heads: Heads) -> None:
     """One rank dies; the others of its group go on writing until they notice, then all are dead and it is told."""
     plays = [data.draw(scripts(index, calm=False)) for index in range(data.draw(st.integers(1, 2)))]
     history = GroupHistory(seed, link, plays, TTL_S, sizes, heads)
@@ -202,18 +190,36 @@ def test_after_a_rank_s_death_the_other_group_ends_every_transfer_and_gets_its_p
             assert len(script.ends["receiver"]) == 1
 
 
+@HISTORIES
+@given(st.data(), SEEDS, faults(calm=False), SIZES, HEADS)
+def test_between_groups_every_transfer_ends_once_on_each_side_and_safe_pages_stay_untouched(
+    data: st.DataObject, seed: int, link: Faults, sizes: tuple[int, int], heads: Heads
+) -> None:
+    play_to_the_end(data, seed, link, sizes, heads)
+
+
+@HISTORIES
+@given(st.data(), SEEDS, faults(calm=True), SIZES, HEADS)
+def test_between_groups_a_link_that_loses_delays_and_doubles_fails_no_transfer(
+    data: st.DataObject, seed: int, link: Faults, sizes: tuple[int, int], heads: Heads
+) -> None:
+    play_calmly(data, seed, link, sizes, heads)
+
+
+@HISTORIES
+@given(st.data(), SEEDS, faults(calm=False), SIZES, HEADS)
+def test_after_a_rank_s_death_the_other_group_ends_every_transfer_and_gets_its_pages_back(
+    data: st.DataObject, seed: int, link: Faults, sizes: tuple[int, int], heads: Heads
+) -> None:
+    play_a_death(data, seed, link, sizes, heads)
+
+
 @pytest.mark.soak
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    "played",
-    [
-        test_between_groups_every_transfer_ends_once_on_each_side_and_safe_pages_stay_untouched,
-        test_between_groups_a_link_that_loses_delays_and_doubles_fails_no_transfer,
-        test_after_a_rank_s_death_the_other_group_ends_every_transfer_and_gets_its_pages_back,
-    ],
-    ids=["ends", "calm", "death"],
-)
-def test_many_histories_of_groups(played: Any) -> None:
-    """Every one of the above, more often."""
-    body, strategies = played.hypothesis.inner_test, played.hypothesis._given_kwargs
-    MANY(given(**strategies)(body))()
+@pytest.mark.timeout(0)
+@settings(SETTINGS, max_examples=2000)
+@given(st.data(), SEEDS, st.booleans(), SIZES, HEADS)
+def test_thousands_of_histories_of_groups(
+    data: st.DataObject, seed: int, calm: bool, sizes: tuple[int, int], heads: Heads
+) -> None:
+    play = play_calmly if calm else data.draw(st.sampled_from([play_to_the_end, play_a_death]))
+    play(data, seed, data.draw(faults(calm)), sizes, heads)
