@@ -11,9 +11,22 @@ Shapes: B requests, T = sum(q_lens) tokens of the step flat in request order, H 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMask:
+    """What the queries of one layer see of a step's positions: all of them, unless it says otherwise.
+
+    A query at position q sees position p when it is nearer than `window`, |q - p| < window, and, where `causal`, not
+    behind it, p <= q.
+    """
+
+    window: int | None = None
+    causal: bool = False
 
 
 class AttentionPlan(Protocol):
@@ -34,6 +47,7 @@ class PagedAttention(Protocol):
         kv_lens: Sequence[int],
         causal: bool,
         seen_from: Sequence[int] = (),
+        masks: Sequence[LayerMask] = (),
     ) -> AttentionPlan:
         """Prepare one step.
 
@@ -41,8 +55,8 @@ class PagedAttention(Protocol):
         request b in this step; they occupy positions kv_lens[b]-q_lens[b] .. kv_lens[b]-1. kv_lens[b]:
         positions of request b that hold keys and values once this step's are written. causal: True lets each
         query see positions up to its own; False lets it see all kv_lens[b] of them. seen_from[b], where given: the
-        first position that request b's queries see; those before it may never have been written. Raises
-        LayoutRefused where a back end cannot do that.
+        first position that request b's queries see; those before it may never have been written. masks[layer], where
+        given: what that layer's queries see besides. Raises LayoutRefused where a back end cannot do that.
         """
 
     def write(self, layer: int, k_THD: Tensor, v_THD: Tensor, plan: AttentionPlan) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from drafter.attention import LayerMask
 from drafter.dialects import Dialect, Family, embedded_dialect, read_dialect
 from drafter.errors import DrafterConfigError
 from drafter.layers import RopeError, RopeParameters
@@ -29,7 +30,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "kv_lora_rank": (None,),
     "attention_bias": (None, False),
     "mlp_bias": (None, False),
-    "use_sliding_window": (None, False),
     "hidden_act": (None, "silu"),
 }
 
@@ -67,9 +67,10 @@ class DFlash2Shape:
 
 @dataclass(frozen=True, slots=True)
 class DrafterConfig:
-    """Shape of a block drafter. Its attention is not causal inside the block, and sees the whole block.
+    """Shape of a block drafter. Its attention is not causal inside the block, and sees all positions.
 
-    `window`: how many positions of context before the block it sees besides, and keeps; None: all of them.
+    `window`: how many positions of context before the block it sees, and keeps; None: all of them. `masks`: where some
+    layers see less than that, what each of them does; none of what they do not see is given up.
     `num_target_layers` is None in dialects that do not say. `draft_vocab_size` is smaller than `vocab_size` when
     the drafter can say only some of the target's tokens.
     """
@@ -98,6 +99,7 @@ class DrafterConfig:
     confidence: ConfidenceShape | None = None
     dflash2: DFlash2Shape | None = None
     window: int | None = None
+    masks: tuple[LayerMask, ...] = ()
 
     @property
     def first_slot(self) -> int:
@@ -132,7 +134,6 @@ class DrafterConfig:
         hidden_size = fields.positive("hidden_size")
         vocab_size = fields.positive("vocab_size")
         num_target_layers = _num_target_layers(fields)
-        _require_full_attention(fields, num_layers)
         try:
             rope = RopeParameters.from_config(dialect.fields)
         except RopeError as error:
@@ -162,6 +163,7 @@ class DrafterConfig:
             confidence=_confidence(fields, markov, sample_from_anchor),
             dflash2=_dflash2(fields, hidden_size, vocab_size),
             window=_window(fields),
+            masks=_masks(fields, num_layers),
         )
 
 
@@ -314,24 +316,45 @@ def _dflash2(fields: _Fields, hidden_size: int, vocab_size: int) -> DFlash2Shape
     return shape
 
 
-def _require_full_attention(fields: _Fields, num_layers: int) -> None:
-    layer_types = fields.get("layer_types")
-    if layer_types is not None:
-        if len(layer_types) != num_layers:
-            raise DrafterConfigError(
-                "layer_types", f"{len(layer_types)} entries for num_hidden_layers {num_layers}"
-            )
-        for index, layer_type in enumerate(layer_types):
-            if layer_type != "full_attention":
-                raise DrafterConfigError(
-                    f"layer_types[{index}]",
-                    f"{layer_type} is not supported; use a drafter whose layers are all full_attention",
-                )
-    for field in ("is_causal", "causal"):
-        if fields.get(field):
-            raise DrafterConfigError(
-                field, "a causal draft block is not supported; use a drafter trained with a non-causal block"
-            )
+def _masks(fields: _Fields, num_layers: int) -> tuple[LayerMask, ...]:
+    """Of DFlash's layers. Those of `sliding_attention` are causal unless `is_causal` says what all of them are.
+
+    (PyPI `dflash` 0.1.0, `Qwen3DFlashAttention`; transformers drops a `sliding_window` unless `use_sliding_window` says
+    that it counts.)
+    """
+    layer_types = fields.get("layer_types") or ["full_attention"] * num_layers
+    if len(layer_types) != num_layers:
+        raise DrafterConfigError(
+            "layer_types", f"{len(layer_types)} entries for num_hidden_layers {num_layers}"
+        )
+    masks = fields.dialect.family in ("dflash", "dflash2")
+    for index, layer_type in enumerate(layer_types):
+        if layer_type != "full_attention" and not (masks and layer_type == "sliding_attention"):
+            raise DrafterConfigError(f"layer_types[{index}]", f"{layer_type} is not supported")
+    causal = _causal(fields)
+    if causal and not masks:
+        raise DrafterConfigError("is_causal", "a causal draft block is supported in DFlash drafters only")
+    sliding, used = "sliding_attention" in layer_types, fields.flag("use_sliding_window")
+    if sliding != used:
+        raise DrafterConfigError(
+            "use_sliding_window", f"{used}, but {'some' if sliding else 'no'} layers are sliding_attention"
+        )
+    window = fields.positive("sliding_window") if sliding else None
+    found = tuple(
+        LayerMask(window, causal is not False)
+        if kind == "sliding_attention"
+        else LayerMask(None, bool(causal))
+        for kind in layer_types
+    )
+    return found if any(mask != LayerMask() for mask in found) else ()
+
+
+def _causal(fields: _Fields) -> bool | None:
+    """What the configuration says of all layers; None where it says nothing."""
+    said = {field: fields.flag(field) for field in ("is_causal", "causal") if fields.get(field) is not None}
+    if len({*said.values()}) > 1:
+        raise DrafterConfigError("is_causal", f"{said['is_causal']}, but causal is {said['causal']}")
+    return next(iter(said.values()), None)
 
 
 def _block_size(fields: _Fields, sample_from_anchor: bool) -> int:

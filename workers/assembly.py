@@ -181,7 +181,7 @@ def _backend(config: WorkerConfig, pair: ModelPair, drafts: bool) -> Backend:
     if drafts and pair.drafter_path is not None:
         drafter = read_config(pair.drafter_path)
         head_dims.append(drafter.head_dim)
-        windowed = drafter.window is not None
+        windowed = drafter.window is not None or bool(drafter.masks)
     return make_backend(compute_device(config.device), DTYPES[config.dtype], head_dims, windowed)
 
 

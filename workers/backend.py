@@ -39,7 +39,7 @@ _FLASHINFER_HEAD_DIMS = (64, 128, 256)
 def choose_backend(
     device: torch.device, dtype: torch.dtype, head_dims: Iterable[int], windowed: bool = False
 ) -> BackendName:
-    """Which back end serves models whose heads have these sizes. `windowed`: the drafter keeps a window of context."""
+    """Which back end serves models whose heads have these sizes. `windowed`: a draft layer sees less than all."""
     able = device.type == "cuda" and dtype in _FLASHINFER_DTYPES and not windowed
     return "flashinfer" if able and all(dim in _FLASHINFER_HEAD_DIMS for dim in head_dims) else "torch"
 

@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from drafter.attention import AttentionPlan, PagedAttention
+from drafter.attention import AttentionPlan, LayerMask, PagedAttention
 from drafter.device import upload
 from drafter.dflash import BlockDrafter
 from drafter.proposal import DraftChoice, Proposal
@@ -149,6 +149,7 @@ class ModelRunner:
             [block] * len(sequences),
             [start + block for start in starts],
             [self._window_from(start) for start in starts],
+            drafter.config.masks,
         )
         anchors_B = self._tokens([s.last_token for s in sequences])
         return drafter.propose(anchors_B, self._spans(starts, block), num_draft, attention, plan, choice)
@@ -241,7 +242,12 @@ class ModelRunner:
         return max(length - window, 0) if window is not None else 0
 
     def _draft_plan(
-        self, sequences: Items[Sequence], q_lens: list[int], kv_lens: list[int], seen_from: Items[int] = ()
+        self,
+        sequences: Items[Sequence],
+        q_lens: list[int],
+        kv_lens: list[int],
+        seen_from: Items[int] = (),
+        masks: Items[LayerMask] = (),
     ) -> AttentionPlan:
         """`seen_from`: the first position that each request's queries see; what was never written they never see."""
         if self._drafter is None or self._draft_attention is None:
@@ -249,7 +255,7 @@ class ModelRunner:
         rows = torch.from_numpy(self.draft_rows(sequences))
         if self._drafter.config.window is None:
             lens = [length - s.draft_origin for s, length in zip(sequences, kv_lens, strict=True)]
-            return self._draft_attention.plan(rows, q_lens, lens, causal=False)
+            return self._draft_attention.plan(rows, q_lens, lens, causal=False, masks=masks)
         # A row begins with the window's first page, and positions count from there.
         bases = self.draft_begins_of(sequences)
         lens = [length - base for base, length in zip(bases, kv_lens, strict=True)]

@@ -75,7 +75,16 @@ def plain_hidden(
     x = embed_VH.cpu()[ids].double()
     here, all_positions = torch.arange(start, start + block), torch.arange(first, start + block)
 
-    def attention(at: str, inner: Tensor) -> Tensor:
+    def unseen(layer: int) -> Tensor:
+        sliding = raw["layer_types"][layer] == "sliding_attention"
+        causal = raw.get("is_causal", sliding)
+        ahead = all_positions - here[:, None]
+        hidden = ahead > (0 if causal else block)
+        if sliding:
+            hidden |= ahead.abs() >= raw["sliding_window"]
+        return hidden
+
+    def attention(layer: int, at: str, inner: Tensor) -> Tensor:
         both = torch.cat((context, inner))  # context goes in without the layer's input norm
         q = (inner @ weights[at + "self_attn.q_proj.weight"].T).view(block, heads, dim)
         k = (both @ weights[at + "self_attn.k_proj.weight"].T).view(-1, kv_heads, dim)
@@ -85,7 +94,8 @@ def plain_hidden(
         outs = []
         for head in range(heads):
             shared = head // (heads // kv_heads)
-            outs.append((q[:, head] @ k[:, shared].T / math.sqrt(dim)).softmax(-1) @ v[:, shared])
+            scores = (q[:, head] @ k[:, shared].T / math.sqrt(dim)).masked_fill(unseen(layer), -torch.inf)
+            outs.append(scores.softmax(-1) @ v[:, shared])
         return torch.cat(outs, -1) @ weights[at + "self_attn.o_proj.weight"].T
 
     def mlp(at: str, inner: Tensor) -> Tensor:
@@ -96,7 +106,7 @@ def plain_hidden(
     for layer in range(raw["num_hidden_layers"]):
         at = f"layers.{layer}."
         normed = norm(x, at + "input_layernorm.weight")
-        x = x + around(partial(attention, at), normed, at + "attention_conv")
+        x = x + around(partial(attention, layer, at), normed, at + "attention_conv")
         normed = norm(x, at + "post_attention_layernorm.weight")
         x = x + around(partial(mlp, at), normed, at + "mlp_conv")
     return norm(x, "norm.weight")
@@ -155,9 +165,8 @@ class Paged:
 
     def _where(self, requests: list[int], starts: list[int]) -> _Where:
         ends = [start + self.drafter.block_size for start in starts]
-        plan = self.attention.plan(
-            self.rows[requests], [self.drafter.block_size] * len(requests), ends, causal=False
-        )
+        q_lens, masks = [self.drafter.block_size] * len(requests), self.drafter.config.masks
+        plan = self.attention.plan(self.rows[requests], q_lens, ends, causal=False, masks=masks)
         positions = torch.cat([torch.arange(start, start + self.drafter.block_size) for start in starts])
         return _Where(positions.to(DEVICE), plan)
 

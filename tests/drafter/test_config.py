@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from drafter.attention import LayerMask
 from drafter.config import ConfidenceShape, DFlash2Shape, DrafterConfig, MarkovShape, default_tap_layer_ids
 from drafter.errors import DrafterConfigError
 from tests.drafter.conftest import TARGET_LAYERS, dflash2
@@ -54,15 +55,22 @@ def test_absent_taps_are_spread_as_in_the_published_drafters(raw_config: dict[st
         ({"speculators_model_type": "eagle3"}, "speculators_model_type", "dflash and dspark"),
         ({"kv_lora_rank": 512}, "kv_lora_rank", "not supported"),
         (
-            {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+            {"layer_types": ["full_attention", "chunked_attention", "full_attention"]},
             "layer_types[1]",
-            "sliding",
+            "chunked_attention is not supported",
         ),
         ({"layer_types": ["full_attention"]}, "layer_types", "num_hidden_layers 3"),
-        ({"is_causal": True}, "is_causal", "non-causal"),
+        ({"is_causal": "yes"}, "is_causal", "true or false"),
+        ({"is_causal": True, "causal": False}, "is_causal", "but causal is False"),
         ({"draft_vocab_size": 51}, "draft_vocab_size", "vocab_size 50"),
         ({"attention_bias": True}, "attention_bias", "not supported"),
-        ({"use_sliding_window": True}, "use_sliding_window", "not supported"),
+        ({"use_sliding_window": True}, "use_sliding_window", "but no layers are sliding_attention"),
+        ({"layer_types": ["sliding_attention"] * 3}, "use_sliding_window", "but some layers are"),
+        (
+            {"layer_types": ["sliding_attention"] * 3, "use_sliding_window": True},
+            "sliding_window",
+            "missing",
+        ),
         ({"block_size": 1}, "block_size", "at least 2"),
         ({"block_size": 0}, "block_size", "positive"),
         ({"block_size": None}, "block_size", "missing"),
@@ -93,7 +101,6 @@ def test_a_bad_field_is_named_with_its_limit(
         ({"target_layer_ids": [1, 6]}, "dflash_config.target_layer_ids", "0 .. num_target_layers-1 = 5"),
         ({"target_layer_ids": [5]}, "dflash_config.target_layer_ids", "last layer"),
         ({"target_layer_ids": []}, "dflash_config.target_layer_ids", "empty"),
-        ({"causal": True}, "causal", "non-causal"),
         ({"use_swa": True}, "use_swa", "not supported"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping", "30.0"),
         ({"input_embedding_scale": 45.25}, "input_embedding_scale", "45.25"),
@@ -114,6 +121,39 @@ def test_a_bad_nested_field_is_named_with_its_limit(
         DrafterConfig.from_dict(raw_config)
     assert caught.value.field == field
     assert reason in str(caught.value)
+
+
+def test_sliding_layers_are_causal_unless_the_configuration_says_what_all_layers_are(
+    raw_config: dict[str, Any],
+) -> None:
+    raw = raw_config | {
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "use_sliding_window": True,
+        "sliding_window": 6,
+    }
+    everything = LayerMask()
+
+    def masks(**more: Any) -> tuple[LayerMask, ...]:
+        return DrafterConfig.from_dict(raw | more).masks
+
+    assert masks() == (everything, LayerMask(6, causal=True), everything)
+    assert masks(is_causal=False) == (everything, LayerMask(6), everything)
+    ahead = LayerMask(causal=True)
+    assert masks(is_causal=True) == (ahead, LayerMask(6, causal=True), ahead)
+    full = {"layer_types": ["full_attention"] * 3, "use_sliding_window": False}
+    assert masks(**full) == masks(**full, is_causal=False) == ()
+    assert masks(**full, is_causal=True) == (ahead, ahead, ahead)
+    assert masks(dflash_config=raw["dflash_config"] | {"causal": False}) == masks(is_causal=False)
+
+
+def test_masks_are_for_dflash_drafters_only() -> None:
+    for change, field in (
+        ({"layer_types": ["sliding_attention"] * 2}, "layer_types[0]"),
+        ({"is_causal": True}, "is_causal"),
+    ):
+        with pytest.raises(DrafterConfigError, match="supported") as caught:
+            DrafterConfig.from_dict(deepspec() | change)
+        assert caught.value.field == field
 
 
 def test_a_dflash_2_drafter_keeps_its_sizes_among_the_drafting_fields(raw_config: dict[str, Any]) -> None:

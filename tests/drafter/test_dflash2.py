@@ -91,6 +91,43 @@ def test_a_block_is_convolved_and_walked_as_the_formulas_say(
     assert changed
 
 
+WINDOWED: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "use_sliding_window": True,
+    "sliding_window": 6,
+}
+MASKS: dict[str, dict[str, Any]] = {
+    "causal windows": WINDOWED,
+    "windows that see ahead": WINDOWED | {"is_causal": False},
+    "a window smaller than the block": WINDOWED | {"is_causal": False, "sliding_window": 3},
+    "all causal": WINDOWED | {"is_causal": True},
+}
+
+
+@pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("family", ["dflash", "dflash2"])
+def test_each_layer_sees_what_its_mask_lets_it_see(
+    tmp_path: Path, facts: Facts, raw_config: dict[str, Any], family: str, masks: dict[str, Any]
+) -> None:
+    raw = (dflash2(raw_config) if family == "dflash2" else raw_config) | masks
+    target = facts()
+    paged = loaded(tmp_path / "drafter", raw, target)
+    lengths = [17, 2, 6]
+    for request, length in enumerate(lengths):
+        paged.append(request, random_taps(length, request), 0)
+    hidden_BKH = paged.block([0, 1, 2], [5, 6, 9], lengths, DRAFTS).hidden_BKH
+    for request, (anchor, length) in enumerate(zip((5, 6, 9), lengths, strict=True)):
+        context = random_taps(length, request)
+        weights = random_weights(raw) if family == "dflash" else weights_of(raw)
+        plain_SH = plain_hidden(raw, weights, target.embed_weight, context, anchor)
+        unmasked_SH = plain_hidden(raw_config | raw | UNMASKED, weights, target.embed_weight, context, anchor)
+        torch.testing.assert_close(hidden_BKH[request].cpu(), plain_SH[1:], rtol=0, atol=1e-9)
+        assert length == 2 or not torch.allclose(plain_SH, unmasked_SH), "the mask matters here"
+
+
+UNMASKED: dict[str, Any] = {"layer_types": ["full_attention"] * 3, "is_causal": False}
+
+
 def test_a_request_drafts_the_same_alone_in_a_batch_and_with_fewer_drafts(
     tmp_path: Path, facts: Facts, raw_config: dict[str, Any]
 ) -> None:

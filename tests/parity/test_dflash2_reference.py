@@ -43,10 +43,25 @@ SIZES: dict[str, dict[str, int]] = {
     },
 }
 
+SLIDING: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "use_sliding_window": True,
+    "sliding_window": 9,
+}
+MASKS: dict[str, dict[str, Any]] = {
+    "": {},
+    "causal windows": SLIDING,
+    "windows that see ahead": SLIDING | {"is_causal": False},
+    "windows smaller than the block": SLIDING | {"is_causal": False, "sliding_window": BLOCK - 2},
+    "all causal": SLIDING | {"is_causal": True},
+}
+# Every size, and every mask once.
+CASES = [*((sizes, "") for sizes in SIZES), *(("as published", masks) for masks in MASKS if masks)]
 
-def reference_of(sizes: dict[str, int]) -> Any:
+
+def reference_of(sizes: dict[str, int], masks: dict[str, Any]) -> Any:
     """A random drafter of the reference's class, float64; its convolutions near the identity, where training starts."""
-    config = small_config(VOCAB, num_hidden_layers=3, num_attention_heads=6, head_dim=8)
+    config = small_config(VOCAB, num_hidden_layers=3, num_attention_heads=6, head_dim=8, **masks)
     config.architectures = ["DFlash2DraftModel"]
     config.num_target_layers = LAYERS
     config.block_size = BLOCK
@@ -61,10 +76,11 @@ def reference_of(sizes: dict[str, int]) -> Any:
     return model
 
 
-@pytest.fixture(params=list(SIZES))
+@pytest.fixture(params=CASES, ids=" ".join)
 def drafter(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Path]:
     """The reference's model, and the checkpoint that it writes."""
-    model = reference_of(SIZES[request.param])
+    sizes, masks = request.param
+    model = reference_of(SIZES[sizes], MASKS[masks])
     model.save_pretrained(tmp_path / "drafter")
     return model, tmp_path / "drafter"
 
@@ -121,12 +137,13 @@ def reference_block(
         return {"hidden": hidden, "logits": model.compute_logits(hidden, output_head), "tokens": tokens}
 
 
+@pytest.mark.parametrize("masks", ["", "causal windows", "windows that see ahead"])
 def test_whole_answers_have_the_references_tokens_and_accept_the_same_in_every_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, masks: str
 ) -> None:
     """The reference shortens its block near max_tokens and we do not, so both run on and are cut before the end."""
     monkeypatch.setattr(reference, "_cuda_time", lambda: 0.0)
-    model = reference_of(SIZES["as published"])
+    model = reference_of(SIZES["as published"], MASKS[masks])
     target = randomized(transformers.Qwen3ForCausalLM(small_config(VOCAB)))
     model.save_pretrained(tmp_path / "drafter")
     target.save_pretrained(tmp_path / "target")

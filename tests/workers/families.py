@@ -37,10 +37,18 @@ def _row(family: str, drafting: dict[str, Any] | None = None) -> Row:
     return Row(family, partial(load_random_pair, drafting=drafting))
 
 
+# A window over context and block, which no context of the tests is shorter than for long.
+WINDOWED: dict[str, Any] = {
+    "layer_types": ["sliding_attention"],
+    "use_sliding_window": True,
+    "sliding_window": 12,
+}
 FAMILIES: dict[str, Row] = {
     "dflash": _row("dflash"),
     "dflash of another shape": _row("dflash", ANOTHER_SHAPE),
+    "dflash of a window that sees ahead": _row("dflash", WINDOWED | {"is_causal": False}),
     "dflash2": _row("dflash2", dflash2()),
+    "dflash2 of a causal window": _row("dflash2", dflash2(**WINDOWED)),
     "dflash2 of another shape": _row("dflash2", dflash2(**ANOTHER_SHAPE)),
     "dspark vanilla": _row("dspark", dspark("vanilla")),
     "dspark gated": _row("dspark", dspark("gated")),

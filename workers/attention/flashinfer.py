@@ -24,7 +24,7 @@ import torch
 from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 from torch import Tensor
 
-from drafter.attention import AttentionPlan
+from drafter.attention import AttentionPlan, LayerMask
 from kvmanager.errors import LayoutRefused
 from kvmanager.layout import PoolLayout, entries_per_page
 from workers.attention.blocks import BlockPlan, PlanRows
@@ -89,12 +89,15 @@ class FlashInferPagedAttention:
         kv_lens: Sequence[int],
         causal: bool,
         seen_from: Sequence[int] = (),
+        masks: Sequence[LayerMask] = (),
     ) -> FlashInferPlan:
         """See `PagedAttention.plan`. Raises ValueError for lengths that do not fit each other or the pages."""
         if any(seen_from):
             raise LayoutRefused(
                 "the flashinfer back end reads a request's context from its first position on"
             )
+        if masks:
+            raise LayoutRefused("the flashinfer back end shows every layer all positions")
         rows = page_rows.numpy(force=True)
         runs = page_runs(rows, kv_lens, self.geometry.page_size, self.entries_per_page)
         offsets = runs.offsets(q_lens, self.entry_elements, self.geometry.head_dim)

@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafter.attention import AttentionPlan
+from drafter.attention import AttentionPlan, LayerMask
 from kvmanager.errors import LayoutRefused
 from kvmanager.layout import PoolLayout, entries_per_page
 from workers.attention.grouping import grouped
@@ -46,6 +46,7 @@ _MIN_ROWS = 4
 _POSITIONS_PER_SUM = 192
 # A softmax over a few positions takes another path than one that is masked down to them.
 _MIN_POSITIONS = 32
+_SEES_ALL = LayerMask()
 
 
 @dataclass(slots=True)
@@ -76,19 +77,24 @@ class TorchPlan:
         causal: bool,
         write_rows: Tensor,
         seen_from: Sequence[int] = (),
+        masks: Sequence[LayerMask] = (),
     ) -> None:
         self.page_rows = page_rows  # int64 [B, max_pages]
         self.q_lens = tuple(q_lens)
         self.kv_lens = tuple(kv_lens)
         self.causal = causal
         self.seen_from = tuple(seen_from)
+        self.masks = tuple(masks)
         self.write_rows = write_rows  # int64 [T * N]
-        self.groups: list[_Group] | None = None
+        self.groups: dict[LayerMask, list[_Group]] = {}
         self.fresh: tuple[Tensor, Tensor] | None = None  # the last written k_THD, v_THD
 
     @property
     def num_tokens(self) -> int:
         return sum(self.q_lens)
+
+    def mask_of(self, layer: int) -> LayerMask:
+        return self.masks[layer] if self.masks else _SEES_ALL
 
 
 class TorchPagedAttention:
@@ -132,9 +138,12 @@ class TorchPagedAttention:
         kv_lens: Sequence[int],
         causal: bool,
         seen_from: Sequence[int] = (),
+        masks: Sequence[LayerMask] = (),
     ) -> TorchPlan:
         """See `PagedAttention.plan`. Raises ValueError for lengths that do not fit each other or the pages."""
         self._check(page_rows, q_lens, kv_lens)
+        if masks and causal:
+            raise ValueError("masks of layers are for steps that are not causal")
         if seen_from and (causal or any(seen >= kv for seen, kv in zip(seen_from, kv_lens, strict=True))):
             raise ValueError(
                 f"queries that see each other, from {seen_from} on, of {list(kv_lens)} positions"
@@ -150,7 +159,7 @@ class TorchPagedAttention:
         position_T = torch.tensor(positions, dtype=torch.int64, device=self._device)
         first_rows_T = self._first_rows(pages[request_T, position_T // self._geometry.page_size], position_T)
         write_rows = (first_rows_T[:, None] + self._head_rows_N1.view(1, -1)).view(-1)
-        return TorchPlan(pages, q_lens, kv_lens, causal, write_rows, seen_from)
+        return TorchPlan(pages, q_lens, kv_lens, causal, write_rows, seen_from, masks)
 
     def write(self, layer: int, k_THD: Tensor, v_THD: Tensor, plan: AttentionPlan) -> None:
         """See `PagedAttention.write`."""
@@ -163,12 +172,14 @@ class TorchPagedAttention:
     def attend(self, layer: int, q_THD: Tensor, plan: AttentionPlan) -> Tensor:
         """See `PagedAttention.attend`."""
         plan = _own(plan)
-        if plan.groups is None:
-            plan.groups = self._groups(plan)
-        if len(plan.groups) == 1 and isinstance(plan.groups[0].tokens, slice):
-            return self._attend_group(layer, q_THD, plan.groups[0], plan)
+        mask = plan.mask_of(layer)
+        groups = plan.groups.get(mask)
+        if groups is None:
+            groups = plan.groups[mask] = self._groups(plan, mask)
+        if len(groups) == 1 and isinstance(groups[0].tokens, slice):
+            return self._attend_group(layer, q_THD, groups[0], plan)
         attended_THD = torch.empty_like(q_THD)
-        for group in plan.groups:
+        for group in groups:
             attended_THD[group.tokens] = self._attend_group(layer, q_THD[group.tokens], group, plan)
         return attended_THD
 
@@ -182,8 +193,8 @@ class TorchPagedAttention:
         k_XSD, v_XSD = gathered.view(2, group.num_requests * kv_heads, group.num_positions, head_dim)
         return _attend_gathered(q_THD * self._scale, k_XSD, v_XSD, group)
 
-    def _groups(self, plan: TorchPlan) -> list[_Group]:
-        """Group the step's requests, and lay out what each group reads."""
+    def _groups(self, plan: TorchPlan, mask: LayerMask) -> list[_Group]:
+        """Group the step's requests, and lay out what each group reads in layers of this mask."""
         starts = [0]
         for q_len in plan.q_lens:
             starts.append(starts[-1] + q_len)
@@ -208,11 +219,11 @@ class TorchPagedAttention:
                 from_zero=plan.causal and num_queries > 1 and plan.kv_lens[members[0]] == counts[0],
             )
             if not group.from_zero:
-                self._lay_out(group, members, plan)
+                self._lay_out(group, members, plan, mask)
             groups.append(group)
         return groups
 
-    def _lay_out(self, group: _Group, members: list[int], plan: TorchPlan) -> None:
+    def _lay_out(self, group: _Group, members: list[int], plan: TorchPlan, mask: LayerMask) -> None:
         """Decide which rows the group gathers, and which of its positions each query sees."""
         device = self._device
         lens = [plan.kv_lens[member] for member in members]
@@ -236,20 +247,26 @@ class TorchPagedAttention:
         page_BS = pages.gather(1, position_BS // self._geometry.page_size)
         k_rows_BNS = self._first_rows(page_BS, position_BS)[:, None, :] + self._head_rows_N1
         group.gather = torch.stack((k_rows_BNS, k_rows_BNS + self._rows_per_plane)).view(-1)
-        if ragged or seen_from_B1 is not None or (plan.causal and group.num_queries > 1):
+        causal = plan.causal or mask.causal
+        windowed = mask.window is not None
+        if ragged or seen_from_B1 is not None or windowed or (causal and group.num_queries > 1):
             q_len_B1 = torch.tensor([plan.q_lens[member] for member in members], device=device)[:, None]
-            group.mask_BQS = self._mask(group, q_len_B1, kv_len_B1, position_S, plan.causal)
+            group.mask_BQS = self._mask(
+                group, q_len_B1, kv_len_B1, position_S, LayerMask(mask.window, causal)
+            )
             if seen_from_B1 is not None:
                 group.mask_BQS.masked_fill_((position_S < seen_from_B1)[:, None], float("-inf"))
 
     def _mask(
-        self, group: _Group, q_len_B1: Tensor, kv_len_B1: Tensor, position_S: Tensor, causal: bool
+        self, group: _Group, q_len_B1: Tensor, kv_len_B1: Tensor, position_S: Tensor, mask: LayerMask
     ) -> Tensor:
-        last_seen_BQ = (kv_len_B1 - 1).expand(-1, group.num_queries)
-        if causal:  # the query before a request's last sees one position less, and so on
-            query_Q = torch.arange(group.num_queries, device=self._device)
-            last_seen_BQ = torch.minimum(last_seen_BQ, kv_len_B1 - q_len_B1 + query_Q)
+        last_BQ = (kv_len_B1 - 1).expand(-1, group.num_queries)
+        query_Q = torch.arange(group.num_queries, device=self._device)
+        own_BQ = torch.minimum(last_BQ, kv_len_B1 - q_len_B1 + query_Q)  # positions of the queries
+        last_seen_BQ = own_BQ if mask.causal else last_BQ
         unseen_BQS = position_S > last_seen_BQ[:, :, None]
+        if mask.window is not None:
+            unseen_BQS |= (own_BQ[:, :, None] - position_S).abs() >= mask.window
         mask_BQS = torch.zeros(unseen_BQS.shape, dtype=self._dtype, device=self._device)
         return mask_BQS.masked_fill_(unseen_BQS, float("-inf"))
 
