@@ -65,9 +65,9 @@ async def start_fake_cluster(
     """Workers are named role-number, in order. `stack` stops everything in reverse."""
     servers, addresses = {}, []
     for number, host in enumerate(hosts):
-        server = WorkerServer(host, worker_tracing(host.role) if worker_tracing is not None else None)
-        name = f"{host.role}-{number}"
-        addresses.append(WorkerAddress(name, host.role, await server.start("127.0.0.1")))
+        server = WorkerServer(host, worker_tracing(host.facts.role) if worker_tracing is not None else None)
+        name = f"{host.facts.role}-{number}"
+        addresses.append(WorkerAddress(name, host.facts.role, await server.start("127.0.0.1")))
         stack.push_async_callback(server.stop)
         servers[name] = server
     ids = itertools.count()
