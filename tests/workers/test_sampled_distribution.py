@@ -25,6 +25,7 @@ from drafter.proposal import DraftChoice
 from drafter.verify import accept
 from kvmanager.ids import RequestId
 from tests.drafter.test_choice import chi_squared_p
+from tests.workers.embedded_pair import load_embedded_pair
 from tests.workers.families import FAMILIES
 from tests.workers.random_pair import VOCAB
 from tests.workers.split_pair import Outcome, config, run_aggregated
@@ -61,7 +62,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "min_tokens": 2,
     },
 }
-KINDS = [name for name in FAMILIES if "shape" not in name]  # a shape changes no way of choosing
+# Neither a shape nor a window changes how tokens are chosen.
+EMBEDDED = "dspark embedded"
+KINDS = [*(name for name in FAMILIES if "shape" not in name and "window" not in name), EMBEDDED]
 # Drafts with confidences: a head's, or DFlash's own probabilities.
 CONFIDENT = [
     name for name in KINDS if name == "dflash" or (name.startswith("dspark") and "without" not in name)
@@ -71,15 +74,24 @@ CONFIDENT = [
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Models]:
     torch.set_num_threads(1)
-    return {
-        name: row.load(tmp_path_factory.mktemp("pair")) for name, row in FAMILIES.items() if name in KINDS
-    }
+    rows = {name: row.load for name, row in FAMILIES.items() if name in KINDS}
+    rows[EMBEDDED] = load_embedded_pair
+    return {name: load(tmp_path_factory.mktemp("pair")) for name, load in rows.items()}
+
+
+Behind = tuple[Tensor, Tensor]
+"""The target's logits behind prompt and anchor, [V], and behind one token more, [V, V]."""
 
 
 @pytest.fixture(scope="module")
-def behind(loaded: dict[str, Models]) -> tuple[Tensor, Tensor]:
-    """The target's logits behind prompt and anchor, [V], and behind one token more, [V, V]."""
-    engine = engine_of(loaded["dflash"])
+def behind(loaded: dict[str, Models]) -> dict[str, Behind]:
+    """For each family: an embedded drafter's target is its own, all others have one."""
+    own, shared = logits_behind(loaded[EMBEDDED]), logits_behind(loaded["dflash"])
+    return {name: own if name == EMBEDDED else shared for name in KINDS}
+
+
+def logits_behind(models: Models) -> Behind:
+    engine = engine_of(models)
     contexts = [[*PROMPT, ANCHOR], *([*PROMPT, ANCHOR, first] for first in range(VOCAB))]
     rows = []
     with torch.inference_mode():
@@ -128,9 +140,7 @@ def plain_distribution(logits_V: Tensor, sampling: SamplingParams, output: list[
     return probs / probs.sum()
 
 
-def sampled_p(
-    models: Models, behind: tuple[Tensor, Tensor], setting: dict[str, Any], trim: Trim | None = None
-) -> float:
+def sampled_p(models: Models, behind: Behind, setting: dict[str, Any], trim: Trim | None = None) -> float:
     """The smaller p-value of a step's first and second token under many seeds."""
     engine = engine_of(models)
     ids = [RequestId(str(row)) for row in range(BATCH)]
@@ -178,18 +188,18 @@ def emitted_by(
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("family", KINDS)
 def test_tokens_follow_the_targets_distribution(
-    loaded: dict[str, Models], behind: tuple[Tensor, Tensor], family: str, setting: str
+    loaded: dict[str, Models], behind: dict[str, Behind], family: str, setting: str
 ) -> None:
-    assert sampled_p(loaded[family], behind, SETTINGS[setting]) > 0.01
+    assert sampled_p(loaded[family], behind[family], SETTINGS[setting]) > 0.01
 
 
 @pytest.mark.parametrize("setting", ["plain", "all of them"])
 @pytest.mark.parametrize("family", CONFIDENT)
 def test_they_do_so_whatever_number_of_drafts_is_verified(
-    loaded: dict[str, Models], behind: tuple[Tensor, Tensor], family: str, setting: str
+    loaded: dict[str, Models], behind: dict[str, Behind], family: str, setting: str
 ) -> None:
     trim = partial(Whim(7).trim, [RequestId(str(row)) for row in range(BATCH)])
-    assert sampled_p(loaded[family], behind, SETTINGS[setting], trim) > 0.01
+    assert sampled_p(loaded[family], behind[family], SETTINGS[setting], trim) > 0.01
 
 
 # Mistakes
@@ -237,7 +247,7 @@ class Noting:
 @pytest.mark.parametrize("family", KINDS)
 def test_drafts_accepted_for_being_drafted_are_found_out(
     loaded: dict[str, Models],
-    behind: tuple[Tensor, Tensor],
+    behind: dict[str, Behind],
     monkeypatch: pytest.MonkeyPatch,
     family: str,
     mistake: str,
@@ -248,7 +258,7 @@ def test_drafts_accepted_for_being_drafted_are_found_out(
         planted = ByArgmax()
         monkeypatch.setattr(workers.assembly, "Sampler", lambda: planted)
         monkeypatch.setattr(workers.step, "accept", planted.accept)
-    assert sampled_p(loaded[family], behind, SETTINGS["plain"]) < 0.001
+    assert sampled_p(loaded[family], behind[family], SETTINGS["plain"]) < 0.001
 
 
 # Token for token
