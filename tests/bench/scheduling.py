@@ -8,6 +8,8 @@ One engine for each pair and batch size answers the mixed built-in prompts, a ba
 to batch, and the policy keeps what it learnt, as a worker's does. Prompts are computed first and not timed: tokens per
 second are of decode steps alone, from a full batch to its last request. A first round warms everything up, uncounted.
 
+Where a machine has other work, --cpu-seconds counts those of one thread instead of time, for the policy too.
+
 Every way must give the same answers. In bfloat16, where a token's rounding depends on how many are verified with it,
 answers may part where the target itself finds two tokens all but equally likely; anything else ends with status 1,
 whatever the speed. So does, with --min-ratio, scheduling at less than that share of the best fixed length.
@@ -18,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +35,7 @@ from workers.aggregated import AggregatedEngine
 from workers.assembly import Models, build, load_models
 from workers.config import PairSpec, WorkerConfig
 from workers.request import SamplingParams
+from workers.step import EagerStep
 from workers.tokenizer import Tokenizer
 
 SCHEDULED = "scheduled"
@@ -116,10 +120,15 @@ class Bench:
     def __init__(self, models: Models, options: argparse.Namespace, batch: int) -> None:
         self._batch, self._rounds = batch, options.rounds
         self._sampling = SamplingParams(max_tokens=options.max_tokens)
+        self._clock = time.process_time if options.cpu_seconds else time.perf_counter
         config = worker_config(options.device, models.pair.name, batch, options.threads)
         engine = build(config, models).engine
         assert isinstance(engine, AggregatedEngine)
         engine.decode.prepare()
+        if options.cpu_seconds:
+            step = engine.decode._step
+            assert isinstance(step, EagerStep)
+            step._clock = self._clock
         self._engine = engine
         assert models.drafter is not None
         largest = models.drafter.max_draft_tokens
@@ -140,7 +149,9 @@ class Bench:
             said = {}
             for way in ways_in_turn([*totals], turn):
                 self._engine.decode._policy = self._policies[way]
-                said[way] = answer(self._engine, chosen, self._sampling, prompts_first=True)
+                said[way] = answer(
+                    self._engine, chosen, self._sampling, prompts_first=True, clock=self._clock
+                )
                 if turn >= 0:
                     totals[way].add(said[way])
             first, *others = said.values()
@@ -218,9 +229,14 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=6, help="of at least four prompts")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--cpu-seconds", action="store_true", help="instead of time, with one thread")
     parser.add_argument("--min-ratio", type=float, default=0.0)
     parser.add_argument("--json", type=Path, help="where to write all figures")
     options = parser.parse_args()
+    if options.cpu_seconds:
+        if options.device != "cpu":
+            parser.error("--cpu-seconds is for --device cpu")
+        options.threads = 1
     options.batch = options.batch or ([1, 8, 64] if options.device == "cuda" else [1, 4, 16])
     return options
 

@@ -29,7 +29,9 @@ def test_scheduling_is_compared_with_the_fixed_length_that_was_fastest() -> None
 
 
 def test_all_ways_answer_alike_on_a_cpu() -> None:
-    options = argparse.Namespace(device="cpu", threads=1, rounds=1, max_tokens=6, fixed=[0, 2, 7, 99])
+    options = argparse.Namespace(
+        device="cpu", threads=1, rounds=1, max_tokens=6, fixed=[0, 2, 7, 99], cpu_seconds=True
+    )
     bench = Bench(load_models(worker_config("cpu", "tiny", 2, 1)), options, 2)
     measured = bench.run([[3, 5, 7, 11], [13, 17, 19], [23, 29]])
     assert [*measured.tokens_per_s] == [SCHEDULED, "0", "2", "7"]
