@@ -52,7 +52,8 @@ class ConfigError(Exception):
 
 class RoleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What each worker of a role is made of: `tensor_parallel_size` ranks, each a process with its share of the models
-    and of every page. `attention_dp` and `expert_parallel` divide otherwise, see `workers.config`.
+    and of every page. `attention_dp` and `expert_parallel` divide otherwise, see `workers.config`. Of several ranks,
+    `draft_tokens` "adaptive" goes by what was accepted alone: a step verifies as many drafts of every request.
     """
 
     tensor_parallel_size: int = 1

@@ -33,11 +33,25 @@ class WeightDivision:
     attention_dp: bool = False
     expert_parallel: bool = False
 
+    @property
+    def num_ranks_of_heads(self) -> int:
+        """Among whom heads and vocabulary are divided."""
+        return 1 if self.attention_dp else self.num_ranks
+
     def of(self, field: str, total: int) -> int:
         """The first rank's part of an MLP's dimension. Raises ConfigFieldError."""
-        if total % self.num_ranks:
-            raise ConfigFieldError(field, f"{total} cannot be divided among {self.num_ranks} ranks")
-        return total // self.num_ranks
+        return _divided(field, total, self.num_ranks)
+
+    def of_heads(self, total: int) -> int:
+        """The first rank's queries. Raises ConfigFieldError."""
+        return _divided("num_attention_heads", total, self.num_ranks_of_heads)
+
+    def of_vocabulary(self, total: int) -> int:
+        """The first rank's rows; the last one may have fewer. Raises ConfigFieldError when it would have none."""
+        rows = -(-total // self.num_ranks_of_heads)
+        if (self.num_ranks_of_heads - 1) * rows >= total:
+            raise _undivided("vocab_size", total, self.num_ranks_of_heads)
+        return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +87,16 @@ def rank_weights(config: Mapping[str, Any], division: WeightDivision) -> RankWei
     return RankWeights(with_experts * own * 3 * hidden * inner, others)
 
 
+def _divided(field: str, total: int, num_ranks: int) -> int:
+    if total % num_ranks:
+        raise _undivided(field, total, num_ranks)
+    return total // num_ranks
+
+
+def _undivided(field: str, total: int, num_ranks: int) -> ConfigFieldError:
+    return ConfigFieldError(field, f"{total} cannot be divided among {num_ranks} ranks")
+
+
 def _count_experts(fields: ConfigFields) -> int:
     return fields.optional("num_experts") or fields.positive("num_local_experts")
 
@@ -85,19 +109,20 @@ def _layers_with_experts(config: Mapping[str, Any], fields: ConfigFields, num_la
 
 
 def _vocabulary(config: Mapping[str, Any], fields: ConfigFields, division: WeightDivision) -> int:
-    rows = -(-fields.positive("vocab_size") // (1 if division.attention_dp else division.num_ranks))
+    rows = division.of_vocabulary(fields.positive("vocab_size"))
     return rows * fields.positive("hidden_size") * (1 if config.get("tie_word_embeddings") else 2)
 
 
 def _attention(
     config: Mapping[str, Any], fields: ConfigFields, names: set[str], division: WeightDivision
 ) -> int:
-    ranks = 1 if division.attention_dp else division.num_ranks
     hidden, heads = fields.positive("hidden_size"), fields.positive("num_attention_heads")
     head_dim = fields.optional("head_dim") or hidden // heads
-    kv_heads = len(kv_head_range(fields.optional("num_key_value_heads") or heads, 0, ranks))
-    qkv_rows = (heads // ranks + 2 * kv_heads) * head_dim
-    elements = (qkv_rows + heads // ranks * head_dim) * hidden
+    num_kv_heads = fields.optional("num_key_value_heads") or heads
+    kv_heads = len(kv_head_range(num_kv_heads, 0, division.num_ranks_of_heads))
+    own_heads = division.of_heads(heads)
+    qkv_rows = (own_heads + 2 * kv_heads) * head_dim
+    elements = (qkv_rows + own_heads * head_dim) * hidden
     if "Qwen2ForCausalLM" in names:
         return elements + qkv_rows
     if config.get("attention_bias"):
