@@ -187,7 +187,7 @@ class WorkerActor:
 
     async def _end_with(self, others: Coroutine[Any, Any, None]) -> None:
         """End this process soon after any of the other ranks: unless the engine has found out itself, it waits for a
-        device that waits for that rank, and would for ever.
+        device that waits for that rank, and that even the group's watch could not end.
         """
         await others
         await asyncio.sleep(self._config.rank_timeout_s)

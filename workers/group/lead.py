@@ -60,6 +60,10 @@ class Lead:
             self._ranks.close()
             raise
 
+    def confirm(self) -> None:
+        """What this rank found in the step is whole; waits for its device. Raises GroupBroken."""
+        self._ranks.confirm()
+
     def beat(self) -> None:
         """Called again and again; now and then it makes sure of the others. Raises GroupBroken."""
         if self._clock() - self._told_s >= self._ranks.timeout_s / _BEATS_PER_TIMEOUT:
@@ -110,6 +114,8 @@ class LeadingRunner:
         )
         with self._lead.leading(step):
             logits = self._work.prefill(sequences, step)
+            if any(found is not None for found in logits):  # a first token is chosen from them
+                self._lead.confirm()
         for chunk in chunks:
             chunk.sequence.prompt_tokens_computed += chunk.end - chunk.start
         return logits
@@ -140,6 +146,7 @@ class LeadingStep:
         decode = Decode(rows, tuple(s.last_token for s in sequences), num_draft)
         with self._lead.leading(decode):
             outcome = self._work.decode(sequences, decode)
+            self._lead.confirm()
         self._lead.remember(outcome)
         return outcome
 

@@ -1,9 +1,10 @@
-"""One rank's end of its group, over torch.distributed: sums and joins of tensors, and the step's protocol around them.
+"""One rank's end of its group: sums and joins of tensors, and the step's protocol around them.
 
-Two process groups, so that a rank which is not there is found where waiting is bounded and can be ended:
+Ways between ranks of their own, so that a rank which is not there is found where waiting is bounded and can be ended:
 
     control   gloo                       steps, ballots and beats
     data      gloo; NCCL for a GPU's     what models exchange inside of a step
+    watch     gloo, beside NCCL alone    whether all ranks are there while devices wait for each other
 
 Every step, on all ranks:
 
@@ -14,25 +15,27 @@ Every step, on all ranks:
 
 Between steps nobody talks, so the first rank sends a beat now and then. Every wait ends in GroupBroken: after `start_s`
 while ranks meet and load, after `timeout_s` from then on. A rank that breaks calls `close`: its connections go, and
-whoever waits for it breaks at once, in turn.
-
-On a GPU a collective is queued, not waited for. NCCL ends the whole process when one takes longer than `timeout_s`, but
-knows nothing of those in a captured graph: who waits for such a graph is ended by whoever looks after the process.
+whoever waits for it breaks at once, in turn. A GPU's collectives return before they have run: the watch ends them when
+ranks are lost, and what they leave is void, so the first rank asks (`confirm`) before anything chosen from it leaves. A
+step of which all ranks are there and which is not over all the same, for a fault of ours, ends after `start_s`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol, cast
+from functools import partial
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from workers.group.errors import GroupBroken
+from workers.group.exchange import Connect, Exchange
+from workers.group.gloo import Gloo
+from workers.group.nccl import Nccl
+from workers.group.watch import Watch
 
 _FIRST_BYTES = 1 << 14  # of a step that are sent with its length; a longer one takes a second broadcast
 _LENGTH_BYTES = 8
@@ -62,27 +65,56 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True):
 class GroupRanks:
     """Implements `drafter.ranks.Ranks`. All calls belong to the one thread that steps the rank."""
 
-    def __init__(self, seat: Seat, store: Store, device: torch.device = _CPU) -> None:
-        """Meet the other ranks at `store`; `device` is where this one computes.
+    def __init__(
+        self,
+        seat: Seat,
+        store: Store,
+        device: torch.device = _CPU,
+        connect: Connect | None = None,
+    ) -> None:
+        """Meet the other ranks at `store`. Raises GroupBroken when not all come in time.
 
-        Raises GroupBroken when not all come in time.
+        `device`: where this rank computes, of the same kind on all of them. `connect` replaces what its tensors are
+        exchanged over, for tests.
         """
         self.rank, self.size = seat.rank, seat.size
         self.timeout_s, self.start_s = seat.timeout_s, seat.start_s
         self.address = seat.address
-        self._groups: list[_ProcessGroup] = []  # control, data, and a GPU's data; none of them once closed
+        self._device = device
+        self._parts: list[
+            Gloo | Exchange | Watch
+        ] = []  # control, data, a GPU's data and watch; none once closed
         self._calls = 0
         self._digest = 0
+        self._lost = ""  # why the watch found what the device computes void
         store.set_timeout(timedelta(seconds=seat.start_s))
+
+        def gloo(name: str) -> Gloo:
+            return Gloo(
+                PrefixStore(name, store), seat.rank, seat.size, address=seat.address, start_s=seat.start_s
+            )
+
+        if connect is None and device.type == "cuda":
+            connect = partial(Nccl, seat.rank, seat.size, device)
         with _Breaking(self.rank, "the meeting"):
-            self._groups = [_gloo(seat, PrefixStore(name, store)) for name in ("control", "data")]
-            if device.type == "cuda":
-                self._groups.append(_nccl(seat, PrefixStore("device", store), device))
+            self._control = gloo("control")
+            self._parts.append(self._control)
+            self._expect_like_devices()
+            self._on_host = gloo("data")
+            self._parts.append(self._on_host)
+            self._on_device: Exchange | None = None
+            self._watch: Watch | None = None
+            if connect is not None:
+                self._on_device = connect(self._broadcast)
+                self._parts.append(self._on_device)
+                self._watch = Watch(gloo("watch"), seat.size, self._lose)
+                self._parts.append(self._watch)
 
     def started(self) -> None:
         """Everything is loaded here: from now on waits are short."""
-        for group in self._groups:
-            group._set_default_timeout(timedelta(seconds=self.timeout_s))
+        for part in self._parts:
+            if isinstance(part, Gloo | Watch):
+                part.limit(self.timeout_s)
 
     def sum(self, x: Tensor) -> Tensor:
         if self.size > 2 and x.device.type == "cpu":
@@ -93,7 +125,7 @@ class GroupRanks:
                 parts[0] += part
             return parts[0]
         x = x.contiguous()
-        self._collective("a sum", lambda: self._data(x).allreduce([x]))
+        self._collective("a sum", lambda: self._data(x).sum(x))
         return x
 
     def join(self, x_NC: Tensor) -> Tensor:
@@ -102,13 +134,13 @@ class GroupRanks:
     def gather(self, x: Tensor) -> Tensor:
         gathered = x.new_empty((self.size, *x.shape))
         own = x.contiguous()
-        self._collective("a gathering", lambda: self._data(x).allgather([list(gathered.unbind())], [own]))
+        self._collective("a gathering", lambda: self._data(own).gather(own, gathered))
         return gathered
 
     def spread(self, x: Tensor, rank: int) -> Tensor:
         """That rank's `x`, on every rank; may be written into the argument, which is of the same shape everywhere."""
         x = x.contiguous()
-        self._collective("a spreading", lambda: self._data(x).broadcast(x, rank))
+        self._collective("a spreading", lambda: self._data(x).spread(x, rank))
         return x
 
     def report(self, own: Tensor) -> Tensor:
@@ -118,10 +150,8 @@ class GroupRanks:
     def least(self, counts: list[int]) -> list[int]:
         """Elementwise minimum over ranks, of what they must agree on before the first step."""
         found = torch.tensor(counts, dtype=torch.int64)
-        options = dist.AllreduceOptions()
-        options.reduceOp = cast(dist.ReduceOp, dist.ReduceOp.MIN)
         with self._breaking("an agreement"):
-            self._control.allreduce([found], options).wait()
+            self._control.least(found)
         return [int(count) for count in found.tolist()]
 
     def tell(self, step: bytes) -> None:
@@ -141,6 +171,7 @@ class GroupRanks:
 
     def vote(self, ready: bool = True) -> None:
         """Go on only if all ranks are ready for the same step, behind the same steps. Raises GroupBroken for all."""
+        self._expect_not_lost("a vote")
         own = torch.tensor([ready, self._calls, self._digest], dtype=torch.int64)
         ballots = self._all(own, "a vote")
         first = ballots[_FIRST].tolist()
@@ -153,51 +184,76 @@ class GroupRanks:
                 )
             if digest != first[2]:
                 raise GroupBroken(rank, "a vote", "it chose other tokens than the first rank")
+        if self._watch is not None:
+            self._watch.expect(self.start_s)
 
     def remember(self, digest: int) -> None:
         """What this rank found in the step; the next vote compares it."""
         self._digest = digest
 
+    def confirm(self) -> None:
+        """Wait for what this rank's device was told to compute. Raises GroupBroken when ranks were lost meanwhile: what
+        the device found is void then.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        self._expect_not_lost("a step")
+        if self._watch is not None:
+            self._watch.settle()
+
     def close(self) -> None:
         """Leave. Ranks that wait for this one break at once. Idempotent, from any thread."""
-        groups, self._groups = self._groups, []
-        while groups:  # connections close with the last reference
-            group = groups.pop()
-            group.abort()
-            group.shutdown()
+        parts, self._parts = self._parts, []
+        while parts:
+            parts.pop().abort()
 
-    @property
-    def _control(self) -> _ProcessGroup:
-        return self._groups[0]
+    def _lose(self, why: str) -> None:
+        """The watch's word. Steps are still heard of: the last may say that the group ends as it should."""
+        self._lost = why  # before the device goes on without the others
+        if self._on_device is not None:
+            self._on_device.abort()
 
-    def _data(self, x: Tensor) -> _ProcessGroup:
-        return self._groups[-1] if x.is_cuda else self._groups[1]
+    def _data(self, x: Tensor) -> Exchange:
+        """What tensors on `x`'s device pass over."""
+        device = self._on_device
+        return device if device is not None and x.device.type == self._device.type else self._on_host
 
-    def _collective(self, what: str, start: Callable[[], Any]) -> None:
+    def _expect_not_lost(self, during: str) -> None:
+        if self._lost:
+            raise GroupBroken(self.rank, during, self._lost)
+
+    def _expect_like_devices(self) -> None:
+        on_gpu = self._all(torch.tensor([self._device.type == "cuda"], dtype=torch.int64), "the meeting")
+        if on_gpu.any() and not on_gpu.all():
+            without = int(on_gpu.flatten().argmin())
+            raise GroupBroken(without, "the meeting", "it has no GPU, and others of its group have")
+
+    def _collective(self, what: str, act: Callable[[], None]) -> None:
         self._calls += 1
+        self._expect_not_lost(what)
         with self._breaking(what):
-            start().wait()
+            act()
 
     def _all(self, own: Tensor, what: str) -> Tensor:
         found = own.new_empty((self.size, *own.shape))
         with self._breaking(what):
-            self._control.allgather([list(found.unbind())], [own]).wait()
+            self._control.gather(own, found)
         return found
 
     def _broadcast(self, frame: bytes) -> bytes:
         buffer = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
         with self._breaking("a step's announcement"):
-            self._control.broadcast(buffer, _FIRST).wait()
+            self._control.spread(buffer, _FIRST)
         return buffer.numpy().tobytes()
 
     def _breaking(self, during: str) -> _Breaking:
-        if not self._groups:
+        if not self._parts:
             raise GroupBroken(self.rank, during, "this rank has left the group")
         return _Breaking(self.rank, during)
 
 
 class _Breaking:
-    """Turns what torch raises for a peer that is gone or late into GroupBroken."""
+    """Turns what torch and NCCL raise for a peer that is gone or late into GroupBroken."""
 
     def __init__(self, rank: int, during: str) -> None:
         self._rank, self._during = rank, during
@@ -206,38 +262,5 @@ class _Breaking:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError):
+        if isinstance(error, RuntimeError) and not isinstance(error, GroupBroken):
             raise GroupBroken(self._rank, self._during, str(error).partition("\n")[0]) from error
-
-
-class _ProcessGroup(Protocol):
-    """As much of torch's process groups as is used here; torch's own types leave it out."""
-
-    def allreduce(self, tensors: list[Tensor], options: dist.AllreduceOptions = ...) -> Any: ...
-
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> Any: ...
-
-    def broadcast(self, tensor: Tensor, root: int) -> Any: ...
-
-    def abort(self) -> None: ...
-
-    def shutdown(self) -> None: ...
-
-    def _set_default_timeout(self, timeout: timedelta) -> None: ...
-
-
-def _gloo(seat: Seat, store: Store) -> _ProcessGroup:
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    options._timeout = timedelta(seconds=seat.start_s)
-    options._devices = [gloo.create_device(hostname=seat.address)]
-    return cast(_ProcessGroup, gloo(store, seat.rank, seat.size, options))
-
-
-def _nccl(seat: Seat, store: Store, device: torch.device) -> _ProcessGroup:
-    """Connections are made by the first collective."""
-    torch.cuda.set_device(device)
-    nccl: Any = dist.ProcessGroupNCCL  # only where torch was built for GPUs
-    options = nccl.Options()
-    options._timeout = timedelta(seconds=seat.start_s)
-    return cast(_ProcessGroup, nccl(store, seat.rank, seat.size, options))
