@@ -177,7 +177,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         ):
             if not getattr(self, field) > 0:
                 raise ValueError(f"{field} must be positive, got {getattr(self, field)}")
-        for field in ("min_al", "max_replays", "replay_wait_s", "local_prefill_tokens"):
+        for field in ("min_al", "max_replays", "replay_wait_s", "drain_s", "local_prefill_tokens"):
             if getattr(self, field) < 0:
                 raise ValueError(f"{field} must not be negative, got {getattr(self, field)}")
         if bool(self.tls_cert_file) != bool(self.tls_key_file):

@@ -17,6 +17,7 @@ import logging
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -32,6 +33,7 @@ from cluster.actors import (
 from cluster.config import ClusterConfig
 from cluster.followers import Post
 from cluster.link import WorkerAddress
+from cluster.logs import last_words
 from cluster.placement import PlacementConfig
 from cluster.placing import PlacementRefused, place
 from cluster.version import VERSION
@@ -281,8 +283,11 @@ class Fleet:
         try:
             data = await _answer(actor.start.remote(self._node_ip))
         except self._ray.exceptions.RayActorError as error:
-            logs = f"; its logs are below {self._logs}" if self._logs else ""
-            raise StartFailed(f"the process of worker {name} died while starting{logs}") from error
+            told = last_words(Path(self._logs)) if self._logs else "Ray keeps its output on its node"
+            raise StartFailed(
+                f"the process of worker {name} died while starting: it crashed, or was killed, perhaps for want of "
+                f"memory ({told or 'it said nothing'})"
+            ) from error
         except self._ray.exceptions.RayTaskError as error:
             raise StartFailed(f"worker {name} failed to start: {error.cause!r}") from error
         answer: StartAnswer = msgspec.msgpack.decode(data, type=StartAnswer)

@@ -121,6 +121,10 @@ class JobClient:
     @classmethod
     def connect(cls, address: str) -> JobClient:
         """Raises JobFailed when nobody answers, or answers that a token is missing or wrong."""
+        if not address.startswith(
+            ("http://", "https://")
+        ):  # Ray would look for its control store there, for a minute
+            raise JobFailed(f"{address} is no address of a Ray dashboard: write http://HOST:8265")
         prepare_job_client()
         try:
             from ray.exceptions import AuthenticationError
@@ -129,17 +133,21 @@ class JobClient:
             raise JobFailed(
                 f"submitting needs the extra 'jobs': pip install 'slipstream-serve[jobs]' ({error})"
             ) from error
-        logging.getLogger("ray").setLevel(
-            logging.ERROR
-        )  # what it packages, and how, is not the user's business
         try:
-            return cls(JobSubmissionClient(address))
+            client = JobSubmissionClient(address)
         except AuthenticationError as error:
             raise JobFailed(
                 f"the Ray cluster at {address} wants another token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
             ) from error
         except (ConnectionError, RuntimeError, ValueError) as error:
-            raise JobFailed(f"no Ray cluster answers at {address}: {error}") from error
+            raise JobFailed(
+                f"no Ray cluster answers at {address}: start one ('ray start --head'), or name its dashboard "
+                f"(--address http://HOST:8265) ({error})"
+            ) from error
+        # The client has just set them up to tell what it packages, and how.
+        for name in ("ray", "ray.dashboard.modules.dashboard_sdk"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+        return cls(client)
 
     def submit(self, plan: JobPlan) -> str:
         """Package the folder, upload it, start the driver; the job's id. Raises JobFailed."""
@@ -176,6 +184,8 @@ class JobClient:
             if info.status.is_terminal():
                 if info.status == "FAILED":
                     raise JobFailed(f"job {job} failed: {reason(output, info.message or '')}")
+                if info.status == "STOPPED" and not serving:
+                    raise JobFailed(f"job {job} was stopped before it served")
                 if not serving:
                     raise JobFailed(f"job {job} ended before it served: {reason(output, info.message or '')}")
                 yield Over(str(info.status.value))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -60,3 +61,15 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return msgspec.json.encode(line, enc_hook=str).decode()
+
+
+def last_words(ray_directory: Path, num_lines: int = 5) -> str:
+    """What a worker of the Ray in this directory wrote to its standard error last, in one line; empty for nothing.
+
+    Ray's own directory is gone once its cluster has ended: what is to be told of it must be told before.
+    """
+    written = [path for path in ray_directory.glob("session_latest/logs/worker-*.err") if path.stat().st_size]
+    if not written:
+        return ""
+    text = max(written, key=lambda path: path.stat().st_mtime).read_text(encoding="utf-8", errors="replace")
+    return " | ".join([line.strip() for line in text.splitlines() if line.strip()][-num_lines:])

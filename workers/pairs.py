@@ -61,7 +61,14 @@ def resolve_pair(name_or_paths: str) -> ModelPair:
 
 def _existing(path: str, role: str, pair: str) -> Path:
     found = Path(path).expanduser()
-    if not found.exists():
+    try:
+        there = found.exists()
+    except OSError as error:
+        raise PairError(
+            f"pair {pair!r}: {role} path {found} cannot be looked at: {error.strerror}; the user that workers run as "
+            "must be able to enter every folder above it"
+        ) from error
+    if not there:
         raise PairError(
             f"pair {pair!r}: {role} path {found} does not exist (built-in pairs: {', '.join(BUILT_IN)}; "
             "other pairs are written TARGET_PATH[:DRAFTER_PATH])"

@@ -44,6 +44,7 @@ def test_an_unknown_key_names_the_nearest_known_one() -> None:
         ({"memory_fraction": 1.5}, r"fraction must be in \(0, 1\]"),
         ({"generation_workers": 0}, "needs at least one generation worker"),
         ({"context_workers": -1}, "must not be negative"),
+        ({"drain_s": -1.0}, "drain_s must not be negative"),
         ({"max_live_requests": 0}, "max_live_requests must be positive"),
     ],
 )

@@ -19,6 +19,7 @@ from rich.console import Console
 from cluster.config import ClusterConfig, ConfigError, load_config
 from cluster.doors import Addresses
 from cluster.jobs import JobClient, JobFailed, JobPlan, Over, Said, Serving, ready_address, reason
+from cluster.logs import last_words
 from cluster.progress import StartDisplay
 from cluster.submit_command import make_plan
 
@@ -114,8 +115,24 @@ def test_a_failed_driver_is_reported_with_its_own_last_error() -> None:
 
 
 def test_a_job_that_is_stopped_before_it_serves_has_failed() -> None:
-    with pytest.raises(JobFailed, match="ended before it served"):
+    with pytest.raises(JobFailed, match="was stopped before it served"):
         list(follow(FakeRay([("RUNNING", "loading\n"), ("STOPPED", "loading\n")])))
+    with pytest.raises(JobFailed, match="ended before it served: loading"):
+        list(follow(FakeRay([("RUNNING", "loading\n"), ("SUCCEEDED", "loading\n")])))
+
+
+def test_a_process_that_died_is_told_with_the_last_that_any_wrote(tmp_path: Path) -> None:
+    assert last_words(tmp_path) == ""
+    logs = tmp_path / "session_latest" / "logs"
+    logs.mkdir(parents=True)
+    for age_s, name, text in (
+        (9, "worker-a-1.err", "old\n"),
+        (0, "worker-b-2.err", "Fatal error\n\n  at x\n"),
+    ):
+        (logs / name).write_text(text)
+        os.utime(logs / name, (1e9 - age_s, 1e9 - age_s))
+    (logs / "worker-c-3.err").write_text("")
+    assert last_words(tmp_path) == "Fatal error | at x"
 
 
 def test_without_output_rays_message_is_the_reason() -> None:
@@ -138,6 +155,11 @@ def test_another_python_than_slipstreams_says_so_in_one_line() -> None:
     assert "Traceback" not in ran.stderr
     assert "has no module" in reason(ran.stderr, "")
     assert "first on PATH" in reason(ran.stderr, "")
+
+
+def test_an_address_that_is_no_dashboards_is_refused_at_once() -> None:
+    with pytest.raises(JobFailed, match=r"127\.0\.0\.1:8265 is no address of a Ray dashboard: write http://"):
+        JobClient.connect("127.0.0.1:8265")
 
 
 def test_a_plan_is_checked_where_it_is_made(tmp_path: Path) -> None:
