@@ -171,7 +171,7 @@ def test_a_queue_longer_than_the_lease_loses_no_reservation(random_models: Model
     ids = [pair.ask(PROMPTS[k], ANSWER) for k in range(3)]
     while pair.context.num_waiting < 2:
         pair.tick()
-    busy, pair.context._prefill = pair.context._prefill, lambda job: None  # type: ignore[method-assign]
+    busy, pair.context._prefill = pair.context._prefill, lambda: None  # type: ignore[method-assign]
     for _ in range(5 * LEASE_TICKS):
         pair.tick()
     pair.context._prefill = busy  # type: ignore[method-assign]
@@ -184,7 +184,7 @@ def test_a_queued_prompt_whose_reservation_is_gone_leaves_the_queue(random_model
     first, queued = pair.ask(PROMPTS[0], ANSWER), pair.ask(PROMPTS[1], ANSWER)
     while pair.context.num_waiting < 1:
         pair.tick()
-    busy, pair.context._prefill = pair.context._prefill, lambda job: None  # type: ignore[method-assign]
+    busy, pair.context._prefill = pair.context._prefill, lambda: None  # type: ignore[method-assign]
     pair.generation.cancel(queued)
     for _ in range(round(2 * TIMING.heartbeat_s / TICK_S)):
         pair.tick()
