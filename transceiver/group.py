@@ -13,6 +13,7 @@ ports of other ranks do (`transceiver.remote`).
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -38,6 +39,8 @@ from transceiver.port import (
     TransferPort,
 )
 from transceiver.wire import Handoff, Hello, TerminalState
+
+_log = logging.getLogger(__name__)
 
 _MEMORY = 4096  # outgoing transfers that are over: what their engine says of them is harmless
 
@@ -112,6 +115,10 @@ class GroupPort:
             for here, there in meetings(ours[0].fingerprint, len(ours), first.fingerprint, len(team)):
                 _, packed = team[there]
                 self._ports[here].connect(packed)
+            if len(ours) + len(team) > 2:
+                paired = legs_between(ours[0].fingerprint, len(ours), len(team))
+                words = ", ".join(f"{leg.source} to {leg.destination}" for leg in paired)
+                _log.info("worker %s: our ranks ship to its ranks as %s", first.worker, words)
             self._peers[first.epoch] = tuple(theirs for theirs, _ in team)
         return teams[0][0][0].worker
 

@@ -70,6 +70,13 @@ def test_every_head_arrives_on_every_rank_that_holds_it(
         assert [sizes[1] * stats.bytes_target, sizes[1] * stats.bytes_draft] == shipped
 
 
+def test_who_ships_to_whom_is_said_when_workers_meet(caplog: pytest.LogCaptureFixture) -> None:
+    sender, receiver = pair((2, 4))
+    with caplog.at_level("INFO"):
+        sender.port.connect(receiver.port.hello())
+    assert "worker receiver: our ranks ship to its ranks as 0 to 0, 0 to 1, 1 to 2, 1 to 3" in caplog.text
+
+
 def test_a_prompt_that_waits_is_held_on_every_leg() -> None:
     timing = Timing(lease_s=0.5, heartbeat_s=0.1)
     hub = LoopbackHub()
