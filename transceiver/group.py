@@ -97,9 +97,7 @@ class GroupPort:
         self._ours = tuple(map(wire.decode_hello, packed))
         self._peers: dict[WorkerEpoch, tuple[Hello, ...]] = {}
         self._legs: dict[TransferId, tuple[_Leg, ...]] = {}
-        self._sent: OrderedDict[TransferId, None] = (
-            OrderedDict()
-        )  # the latest that are over, however they ended
+        self._sent: OrderedDict[TransferId, None] = OrderedDict()  # the latest that are over
         self._sending, self._receiving = Wholes(), Wholes()
         self._ends: Counter[TerminalState] = Counter()
         self._bytes_target = self._bytes_draft = 0
@@ -123,8 +121,9 @@ class GroupPort:
         return teams[0][0][0].worker
 
     def disconnect(self, epoch: WorkerEpoch) -> None:
-        for peer in [peer for peer, ranks in self._peers.items() if ranks[0].worker == epoch]:
-            del self._peers[peer]
+        for peer, ranks in list(self._peers.items()):
+            if ranks[0].worker == epoch:
+                self._peers.pop(peer, None)
         for port in self._ports:
             port.disconnect(epoch)
 
@@ -289,7 +288,7 @@ class GroupPort:
         lost = {leg.peer for leg in legs if leg.name == failed and self._ports[leg.rank] is not self._here}
         for worker, ranks in list(self._peers.items()):
             if any(hello.epoch in lost for hello in ranks):
-                del self._peers[worker]
+                self._peers.pop(worker, None)
 
     def _count(self, events: Sequence[TransferEvent]) -> None:
         for event in events:

@@ -168,6 +168,25 @@ def test_a_worker_that_is_gone_is_gone_with_all_its_ranks() -> None:
         sender.open("u", receiver, NUM_TOKENS, SOURCE, DESTINATION)
 
 
+def test_a_peer_that_another_rank_may_have_lost_is_introduced_once_more() -> None:
+    hub = LoopbackHub(faults=Faults(write_failure=1.0))
+    sender, receiver = (SmallGroup.of(hub, name, 2, Heads()) for name in ("sender", "receiver"))
+    sender.fill(1)
+    sender.port.connect(receiver.port.hello())
+    clock = Clock(sender, receiver)
+    ship(sender, receiver, clock)
+    clock.run(0.5)
+    assert sender.port.stats().failed == 1
+    hub.faults = Faults()
+    receiver.expect("u", NUM_TOKENS, DESTINATION)
+    with pytest.raises(UnknownPeer):
+        sender.open("u", receiver, NUM_TOKENS, SOURCE, DESTINATION)
+    assert sender.port.connect(receiver.port.hello()) == receiver.epoch
+    sender.open("u", receiver, NUM_TOKENS, SOURCE, DESTINATION)
+    sender.port.finish(TransferId("u"), handoff(NUM_TOKENS))
+    assert [type(event) for event in clock.run(0.5)[receiver.epoch]] == [Landed]
+
+
 def test_groups_that_cannot_exchange_are_refused_with_both_shapes() -> None:
     hub = LoopbackHub()
     here = SmallGroup.of(hub, "here", 2, Heads())
