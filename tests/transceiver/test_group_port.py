@@ -169,15 +169,15 @@ def test_a_worker_that_is_gone_is_gone_with_all_its_ranks() -> None:
 
 
 def test_a_peer_that_another_rank_may_have_lost_is_introduced_once_more() -> None:
-    hub = LoopbackHub(faults=Faults(write_failure=1.0))
-    sender, receiver = (SmallGroup.of(hub, name, 2, Heads()) for name in ("sender", "receiver"))
-    sender.fill(1)
+    sender, receiver = pair((2, 2))
     sender.port.connect(receiver.port.hello())
     clock = Clock(sender, receiver)
-    ship(sender, receiver, clock)
+    receiver.expect("t", NUM_TOKENS, DESTINATION)
+    sender.open("t", receiver, NUM_TOKENS, SOURCE, DESTINATION)
+    clock.run(0.05)
+    sender.ranks[1].endpoint._dismiss(receiver.ranks[1].epoch, "its connection broke")
     clock.run(0.5)
     assert sender.port.stats().failed == 1
-    hub.faults = Faults()
     receiver.expect("u", NUM_TOKENS, DESTINATION)
     with pytest.raises(UnknownPeer):
         sender.open("u", receiver, NUM_TOKENS, SOURCE, DESTINATION)
