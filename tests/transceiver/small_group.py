@@ -114,7 +114,7 @@ class SmallGroup(SmallWorker):
     def mark(self, pages: Pages, value: int) -> None:
         for rank in self.ranks:
             rank.memory.target[list(pages.target)] = value
-            rank.memory.draft[list(pages.draft)] = value
+            rank.memory.draft[list(pages.draft)] = value  # nobody's, in unified form
 
     def is_marked(self, pool: str, page: PageId, value: int) -> bool:
         return all(bool((getattr(rank.memory, pool)[page] == value).all()) for rank in self.ranks)

@@ -27,7 +27,7 @@ from tests.transceiver.test_transfer_histories import (
 from transceiver.book import Urgency
 from transceiver.errors import UnknownPeer
 from transceiver.loopback import Faults, LoopbackHub
-from transceiver.port import Broke, Delivered, Landed, Released, TransferEvent
+from transceiver.port import Broke, Delivered, Landed, Pages, Released, TransferEvent
 
 SEED = 7
 SIZES = st.sampled_from([(1, 2), (2, 1), (2, 2), (2, 4), (4, 2), (4, 1), (1, 4)])
@@ -49,8 +49,10 @@ class GroupHistory(History):
         heads: Heads,
     ) -> None:
         self.hub = LoopbackHub(seed, link)
+        self.unified = bool(seed % 2)
+        mode = "unified" if self.unified else "mirrored"
         groups = [
-            SmallGroup.of(self.hub, name, size, heads, timing=TIMING)
+            SmallGroup.of(self.hub, name, size, heads, timing=TIMING, draft_mode=mode)
             for name, size in zip(("sender", "receiver"), sizes, strict=True)
         ]
         self.sending, self.receiving = groups
@@ -58,6 +60,10 @@ class GroupHistory(History):
         self.sending.fill(SEED)
         self.sending.port.connect(self.receiving.port.hello())
         self.clock = Clock(*groups, step_s=0.01)
+        if self.unified:  # draft pages are the target's
+            for script in plays:
+                script.source = Pages(script.source.target, script.source.target)
+                script.destination = Pages(script.destination.target, script.destination.target)
         self.plays = plays
         self.ttl_s = ttl_s
         self.marked = set()
@@ -107,7 +113,8 @@ class GroupHistory(History):
             assert self.receiving.holds(script.destination, SEED, script.source, script.num_tokens)
         self.receiving.mark(script.destination, MARK)
         self.marked |= {("target", page) for page in script.destination.target}
-        self.marked |= {("draft", page) for page in script.destination.draft}
+        if not self.unified:
+            self.marked |= {("draft", page) for page in script.destination.draft}
 
     def judge(self) -> None:
         for pool, page in self.marked:

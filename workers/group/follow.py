@@ -130,7 +130,8 @@ class Follower:
             case Decode(rows, anchors):
                 sequences = [_sequence(row, anchor) for row, anchor in zip(rows, anchors, strict=True)]
                 self._ranks.remember(digest(self._work.decode(sequences, step)))
-        self._progress.launched()
+        if self._server is not None:
+            self._progress.launched()
         return True
 
     def _heard(self) -> Step:
