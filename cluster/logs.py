@@ -15,6 +15,7 @@ import msgspec
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
+_RAYS_MARKS = (":job_id:", ":actor_name:", ":task_name:")
 _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
 
@@ -72,4 +73,5 @@ def last_words(ray_directory: Path, num_lines: int = 5) -> str:
     if not written:
         return ""
     text = max(written, key=lambda path: path.stat().st_mtime).read_text(encoding="utf-8", errors="replace")
-    return " | ".join([line.strip() for line in text.splitlines() if line.strip()][-num_lines:])
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(_RAYS_MARKS)]
+    return " | ".join(lines[-num_lines:])
