@@ -16,6 +16,7 @@ Signatures: nccl.h, the same from NCCL 2.10 on.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import threading
 from collections.abc import Callable
@@ -39,8 +40,9 @@ _TYPES = {
 }
 # A call that has begun gets so long to return before the communicator goes; it may itself wait for a rank that is gone.
 _IN_CALL_S = 1.0
-# Without graphs that hold calls, aborting takes less.
-_ABORTING_S = 1.0
+# Without graphs that hold calls, aborting takes less. A process that ends has let go of its graphs and waits longer: a
+# library must not go while a thread is in it.
+_ABORTING_S, _EXITING_S = 1.0, 5.0
 
 
 class NcclError(RuntimeError):
@@ -122,6 +124,7 @@ class Nccl:
             target=self._library.ncclCommAbort, args=(comm,), name="nccl-abort", daemon=True
         )
         aborting.start()
+        atexit.register(aborting.join, _EXITING_S)
         if returned:
             self._calling.release()
         aborting.join(_ABORTING_S)

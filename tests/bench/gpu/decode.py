@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import time
 
+import msgspec
 import torch
 
 from kvmanager.ids import RequestId
@@ -50,9 +51,9 @@ def main() -> None:
             measure(assembly, sequences[:batch], shape, options)
 
 
-def config(batch: int, max_seq_len: int) -> WorkerConfig:
+def config(batch: int, max_seq_len: int, **changes: object) -> WorkerConfig:
     pages = batch * -(-(max_seq_len + BLOCK) // PAGE) + 1
-    return WorkerConfig(
+    plain = WorkerConfig(
         role="aggregated",
         pair=PairSpec(name="random-8b"),
         device="cuda",
@@ -64,6 +65,7 @@ def config(batch: int, max_seq_len: int) -> WorkerConfig:
         chunk_tokens=8192,
         prefix_cache=False,
     )
+    return msgspec.structs.replace(plain, **changes)
 
 
 def occupy(assembly: Assembly, index: int, context: int) -> Sequence:
