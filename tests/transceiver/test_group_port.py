@@ -70,6 +70,20 @@ def test_every_head_arrives_on_every_rank_that_holds_it(
         assert [sizes[1] * stats.bytes_target, sizes[1] * stats.bytes_draft] == shipped
 
 
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 4), (4, 1)])
+def test_draft_context_that_stays_at_home_is_shipped_by_no_leg(sizes: tuple[int, int]) -> None:
+    sender, receiver = pair(sizes)
+    sender.port.connect(receiver.port.hello())
+    receiver.expect("t", NUM_TOKENS, DESTINATION)
+    sender.open("t", receiver, NUM_TOKENS, SOURCE, DESTINATION, ship_draft=False)
+    sender.port.finish(TRANSFER, handoff(NUM_TOKENS))
+    (landed,) = Clock(sender, receiver).run(0.3)[receiver.epoch]
+    assert isinstance(landed, Landed)
+    assert not landed.handoff.draft_shipped
+    assert landed.bytes_draft == 0 < landed.bytes_target
+    assert not any(rank.memory.draft.any() for rank in receiver.ranks)
+
+
 def test_who_ships_to_whom_is_said_when_workers_meet(caplog: pytest.LogCaptureFixture) -> None:
     sender, receiver = pair((2, 4))
     with caplog.at_level("INFO"):
