@@ -8,7 +8,7 @@ time goes. On a machine with two GPUs, in about two minutes:
 TP 1 runs on the first GPU. Then its process leads a second one, which has the other GPU, over random weights of which
 each rank makes its own share. `step` is wall time of a whole step on the first rank, from the word to the others until
 the host has the tokens; `draft` and `verify` are its parts on the device. `kernels` are those of the first rank, and in
-what NCCL's take it waits for the other one. On a CPU ranks exchange over gloo, which shows that the bench runs, no more.
+what NCCL's take it waits for the other one. On a CPU ranks exchange over gloo: that shows the bench to run, no more.
 """
 
 from __future__ import annotations
