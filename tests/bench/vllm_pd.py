@@ -3,8 +3,8 @@
     make bench-vllm VLLM=PATH_TO_VENV
     .venv/bin/python -m tests.bench.vllm_pd --vllm PATH_TO_VENV [--prompts 32] [--tokens 128] [--concurrency 1,4]
 
-Systems run one after the other, each with one thread per worker, float32, over HTTP (chat, streamed, greedy, no stop at
-the end of sequence, so that all answers are equally long):
+Systems run one after the other, each with one thread per worker (vLLM's: --vllm-threads), float32, over HTTP (chat,
+streamed, greedy, no stop at the end of sequence, so that all answers are equally long):
 
     ours                slipstream serve, drafting on          vllm              two `vllm serve` and a proxy
     ours, target only   the same cluster, draft_tokens 0       vllm, dflash      the same with our drafter on both
@@ -82,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="our workers as plain processes: starts on a busy machine too",
     )
+    parser.add_argument("--vllm-threads", type=int, default=1, help="of each of vLLM's two workers")
     parser.add_argument("--vllm-arguments", default="", help="more arguments of `vllm serve`")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args(argv)
@@ -137,6 +138,7 @@ def _measure(
                 "itl_p50_ms": round(1e3 * statistics.median(answer.itl_s for answer in seen), 3),
                 "tokens_per_s": round(sum(answer.num_tokens for answer in seen) / wall_s, 2),
                 "start_s": round(start_s, 1),
+                "threads": arguments.vllm_threads if name.startswith("vllm") else 1,
             }
             yield figures, [answer.text for answer in seen]
 
@@ -243,8 +245,8 @@ def _start_vllm(
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": str(arguments.vllm_threads),
+        "MKL_NUM_THREADS": str(arguments.vllm_threads),
         "PATH": f"{arguments.vllm.absolute() / 'bin'}:{os.environ['PATH']}",
         **({"LD_PRELOAD": str(library.absolute())} if library.exists() else {}),
     }
