@@ -110,7 +110,7 @@ class MockHost:
 
     def stats(self) -> WorkerStats:
         live = len(self._live)
-        counts = {name: 0 for name in WorkerStats.__struct_fields__ if name not in ("role", "epoch")}
+        counts = dict.fromkeys(WorkerStats.__struct_fields__[2 : -len(WorkerStats.__struct_defaults__)], 0)
         counts |= {"running": live, "slots_in_use": live, "target_pages": 1 << 20, "draft_pages": 1 << 20}
         values: dict[str, Any] = {**counts, "last_progress_age_s": 0.0}
         return WorkerStats(role=self.role, epoch=self.epoch, **values)

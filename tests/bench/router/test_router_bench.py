@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack
 import msgspec
 import pytest
 
+from cluster.worker_client import WorkerClient
 from cluster.worker_server import WorkerServer
 from tests.bench.router.grpc_frames import ServerConnection
 from tests.bench.router.load import AnyClient, HttpClient, Loop, OwnWorker, measure, vllm_grpc_client
@@ -84,3 +85,13 @@ async def test_a_wrong_word_is_a_failure(kind: str, shape: ShapeName) -> None:
         sample = await measure(right, await clients_of(stack, kind, wrong), 1, 0.1, 0.05)
     assert sample.num_failed >= 1
     assert "is not ' w0 w1" in sample.example
+
+
+async def test_a_gateway_takes_a_mock_worker_for_one() -> None:
+    async with AsyncExitStack() as stack:
+        server = WorkerServer(MockHost(words("unary"), "aggregated"))
+        client = WorkerClient(await server.start("127.0.0.1"), "gateway")
+        stack.push_async_callback(server.stop)
+        stack.push_async_callback(client.close)
+        assert (await client.facts(5.0)).role == "aggregated"
+        assert (await client.stats(5.0)).running == 0
