@@ -54,7 +54,7 @@ from cluster.intake import Intake, Tokenizer
 from cluster.link import LinkState, LinkTimes, WorkerAddress, WorkerLink
 from cluster.live import LiveRequest
 from cluster.membership import LinkNews, Membership, facts_of
-from cluster.readiness import Progress, stalled
+from cluster.readiness import Progress, stalled, stood_still_s
 from cluster.recall import recall
 from cluster.replay import Runs
 from cluster.routing import ANY_ERRAND, Errand, NoRoute, WithoutContext, choose
@@ -89,7 +89,7 @@ MIN_ALARM_STEPS = 50  # fewer decode steps say little of a mean
 class GatewaySettings:
     """`route` serves requests that name none. `admission_ttl_s` bounds the wait for room on the workers.
 
-    A decoding worker that runs requests and makes no progress for `stall_limit_s` makes the gateway unready. One whose
+    A worker that runs requests and makes no progress for `stall_limit_s` makes the gateway unready. One whose
     acceptance length over `al_window_s` falls under `min_al` raises the alarm. An answer is good when its first token
     came within `slo_ttft_s` and the others took at most `slo_itl_s` each. A request whose workers fail runs again on
     others, at most `max_replays` times, and waits for one at most `replay_wait_s` each time. A generation worker
@@ -193,14 +193,13 @@ class Gateway:
         return self.stalls()
 
     def stalls(self) -> list[str]:
-        """A sentence for every decoding worker that runs requests without progress."""
+        """A sentence for every worker that runs requests without progress."""
         now_s = time.monotonic()
         progress = [
             Progress(
                 name=link.worker.name,
-                role=link.worker.role,
                 running=link.stats.running,
-                last_progress_age_s=link.stats.last_progress_age_s + now_s - link.stats_taken_s,
+                age_s=stood_still_s(link.stats) + now_s - link.stats_taken_s,
             )
             for link in self.links
             if link.state is LinkState.READY and link.stats is not None

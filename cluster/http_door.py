@@ -38,7 +38,7 @@ _KEEP_ALIVE_S = 75  # longer than the idle time of common proxies, so that they 
 
 
 class Operations:
-    """/health and /ready mean progress: a decoding worker that runs requests and does not move fails both."""
+    """/health and /ready mean progress: a worker that runs requests and does not move fails both."""
 
     def __init__(self, gateway: Gateway, collectors: Iterable[Collector] = ()) -> None:
         self._gateway = gateway

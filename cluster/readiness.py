@@ -9,26 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from workers.request import Role, WorkerStats
+from workers.request import WorkerStats
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """One attached worker: requests it runs, and seconds since its engine last did something."""
+    """One attached worker: requests it runs, and for how many seconds it has done nothing about them."""
 
     name: str
-    role: Role
     running: int
-    last_progress_age_s: float
+    age_s: float
 
 
 def stalled(workers: Iterable[Progress], limit_s: float) -> list[str]:
-    """A sentence for every decoding worker that runs requests without progress."""
+    """A sentence for every worker that runs requests without progress."""
     return [
-        f"{worker.name} runs {worker.running} requests and made no progress for "
-        f"{worker.last_progress_age_s:.0f} s"
+        f"{worker.name} runs {worker.running} requests and made no progress for {worker.age_s:.0f} s"
         for worker in workers
-        if worker.role != "context" and worker.running > 0 and worker.last_progress_age_s > limit_s
+        if worker.running > 0 and worker.age_s > limit_s
     ]
 
 
