@@ -14,6 +14,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from cluster import metrics
 from cluster.errors import RequestError
 from cluster.figures import Histogram
 from cluster.logs import JsonFormatter, TextFormatter
@@ -272,6 +273,30 @@ async def test_every_metric_that_a_dashboard_or_an_alert_names_exists(split: Fak
         named = {metric for expression in asked for metric in re.findall(r"\bslipstream_\w+", expression)}
         assert named <= exposed, name
         assert all(expression.count("(") == expression.count(")") for expression in asked)
+
+
+MEASURED_ALWAYS = (
+    "drafted_decode_tokens_total drafted_decode_steps_total request_acceptance_length_bucket "
+    "min_acceptance_length draft_tokens_accepted_total early_decode_tokens_total decode_steps_total "
+    "prompt_tokens_computed_total kv_shipped_bytes_total kv_write_seconds_total time_to_first_token_seconds_bucket "
+    "inter_token_latency_seconds_bucket requests_within_slo_total pages_in_use slots_in_use transfers_total "
+    "requests_total"
+)
+
+
+def test_the_dashboard_shows_all_that_is_measured_always() -> None:
+    asked = "\n".join(expressions(json.loads((DASHBOARDS / "slipstream.json").read_text())))
+    shown = set(re.findall(r"\bslipstream_(\w+)", asked))
+    assert set(MEASURED_ALWAYS.split()) <= shown
+    assert "sum by (path)" in asked, "how many prompts the generation workers compute"
+
+
+def test_what_several_gateways_tell_of_one_worker_is_not_added_up() -> None:
+    """Shares come out right all the same."""
+    told = [f"slipstream_{name}" for name, *_ in (*metrics._GAUGES, *metrics._COUNTERS, *metrics._SPLIT)]
+    for expression in expressions(json.loads((DASHBOARDS / "slipstream.json").read_text())):
+        if any(re.search(rf"\b{name}(_total)?\b", expression) for name in told):
+            assert "max by (worker" in expression or " / " in expression, expression
 
 
 async def test_names_and_units_follow_the_convention(split: FakeCluster) -> None:
