@@ -22,6 +22,8 @@ def trace_command(request_id: str, output: str | None, as_json: bool, server: st
 
     The ID is the one that the client chose or got (x-request-id over HTTP), or an internal one from a log line.
     """
+    if output is not None and Path(output).suffix not in ("", ".svg"):
+        raise click.BadParameter("the picture is SVG: name a .svg file", param_hint="--output")
     from google.protobuf.json_format import MessageToJson
 
     from cluster.client import Client

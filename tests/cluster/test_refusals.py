@@ -8,6 +8,8 @@ from typing import Any
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
 
 from cluster.client import Options
 from cluster.errors import RequestError
@@ -145,6 +147,40 @@ async def test_an_unset_prompt_is_an_empty_one(split: FakeCluster) -> None:
             async for _ in stub.Generate(inference_pb2.GenerateRequest()):
                 pass
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def details(address: str, **asked: Any) -> dict[str, Any]:
+    """The google.rpc details of a refused call by their names, as a client in any language finds them."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub: Any = inference_pb2_grpc.InferenceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            async for _ in stub.Generate(inference_pb2.GenerateRequest(text="ab", **asked)):
+                pass
+    status = rpc_status.from_call(refused.value)
+    assert status is not None
+    found: dict[str, Any] = {}
+    for packed in status.details:
+        kind = packed.type_url.removeprefix("type.googleapis.com/google.rpc.")
+        found[kind] = getattr(error_details_pb2, kind)()
+        assert packed.Unpack(found[kind])
+    return found
+
+
+async def test_refusals_carry_field_limit_and_a_time_to_retry_as_google_rpc_details(
+    split: FakeCluster,
+) -> None:
+    found = await details(split.address, request_id="mine", sampling=inference_pb2.Sampling(logprobs=21))
+    (violation,) = found["BadRequest"].field_violations
+    assert (violation.field, "at most 20" in violation.description) == ("sampling.logprobs", True)
+    info = found["ErrorInfo"]
+    assert (info.reason, info.domain) == ("INVALID_REQUEST", "slipstream")
+    assert dict(info.metadata) == {"field": "sampling.logprobs", "limit": "20", "request_id": "mine"}
+    assert "RetryInfo" not in found
+    split.hosts["generation-1"].refusal = Overloaded("8 requests are waiting", retry_after_s=2.5)
+    full = await details(split.address)
+    assert full["RetryInfo"].retry_delay.ToMilliseconds() == 2500
+    assert full["ErrorInfo"].reason == "CLUSTER_FULL"
+    assert "BadRequest" not in full
 
 
 async def test_the_tighter_of_the_two_workers_limits_counts(start_cluster: StartCluster) -> None:

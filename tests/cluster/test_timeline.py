@@ -173,3 +173,7 @@ async def test_the_command_draws_a_file_and_says_what_it_shows(split: FakeCluste
     command = ["trace", "--server", split.address, "-o", "-"]
     result = await asyncio.to_thread(CliRunner().invoke, cli, command)
     assert result.output.startswith("<svg ")
+    command = ["trace", "--server", split.address, "-o", str(tmp_path / "out.png")]
+    result = await asyncio.to_thread(CliRunner().invoke, cli, command)
+    assert (result.exit_code, "name a .svg file" in result.output) == (2, True)
+    assert not (tmp_path / "out.png").exists()
