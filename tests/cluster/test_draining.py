@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
+from cluster import here
 from cluster.errors import RequestError
 from cluster.rpc.v1 import admin_pb2
 from tests.cluster.conftest import FakeCluster, Peers, StartCluster
@@ -77,3 +79,17 @@ async def test_a_drain_ends_with_the_workers_incarnation(split: FakeCluster) -> 
     assert link.facts is not None
     link.facts = FakeHost("context").facts  # what the link learns from the process that took its place
     assert not link.draining
+
+
+async def test_a_machine_drains_a_worker_once_however_many_of_its_ranks_are_there(
+    aggregated: FakeCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    [address] = [link.worker.address for link in aggregated.gateway.links]
+    note = here.Note.write("aggregated-0", address)
+    (note.path.parent / "further.json").write_bytes(
+        note.path.read_bytes().replace(b"aggregated-0", b"aggregated-0/1")
+    )
+    [drained] = await here.drain(5.0, heard_s=0.0)
+    assert (drained.address, drained.left) == (address, 0)
+    assert aggregated.servers["aggregated-0"].draining
