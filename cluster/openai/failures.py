@@ -83,7 +83,7 @@ def refused(
 
 def _param(field: str, dialect: Dialect | None) -> str | None:
     """The gateway's name of a field as the client's dialect calls it."""
-    if field.startswith("prompt"):
+    if field.partition(".")[0] == "prompt":
         return "messages" if dialect == "chat" else "prompt"
     if field == "logprobs" and dialect == "chat":
         return "top_logprobs"

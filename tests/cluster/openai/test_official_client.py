@@ -250,6 +250,7 @@ async def refusal(ask: openai.AsyncOpenAI, **options: Any) -> openai.APIStatusEr
     ("options", "param", "code"),
     [
         ({"echo": True}, "echo", "unsupported_parameter"),
+        ({"extra_body": {"prompt_logprobs": 2}}, "prompt_logprobs", "unsupported_parameter"),
         ({"suffix": "end"}, "suffix", "unsupported_parameter"),
         ({"best_of": 2}, "best_of", "unsupported_parameter"),
         ({"presence_penalty": 2.1}, "presence_penalty", "invalid_value"),
@@ -287,7 +288,7 @@ async def refusal(ask: openai.AsyncOpenAI, **options: Any) -> openai.APIStatusEr
 async def test_what_cannot_be_served_is_refused_by_name(
     ask: openai.AsyncOpenAI, cluster: FakeCluster, options: dict[str, Any], param: str, code: str
 ) -> None:
-    """S52: echo, which needs a prompt's log probabilities. S54: grammars."""
+    """S52: what needs a prompt's log probabilities. S54: grammars."""
     error = await refusal(ask, **options)
     assert (error.status_code, error.type, error.param, error.code) == (
         400,
