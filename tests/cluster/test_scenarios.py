@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -98,6 +99,28 @@ class Proxy:
         for writer in list(self.open):
             writer.transport.abort()
         await asyncio.gather(*self._pumps, return_exceptions=True)
+
+
+async def test_s01_after_bursts_of_clients_that_leave_at_any_moment_a_probe_is_answered_at_once(
+    start_cluster: StartCluster,
+) -> None:
+    """With real engines and prompts of 2,000 tokens: `make flood`."""
+    peers: Peers = {}
+    cluster = await start_cluster(
+        FakeHost("context", peers, step_s=0.003), FakeHost("generation", peers, step_s=0.003)
+    )
+    moments = random.Random(1)
+    for _ in range(4):
+        asking = [asyncio.create_task(cluster.client.complete("ab" * 15, max_tokens=30)) for _ in range(60)]
+        for task in moments.sample(asking, len(asking)):
+            await asyncio.sleep(moments.random() * 0.005)
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+    assert (await cluster.client.complete("ab", max_tokens=3, timeout_s=5.0))[0] == "aba"
+    await cluster.settle()
+    while cluster.gateway.num_live or any(link.live for link in cluster.gateway.links):
+        await asyncio.sleep(0.005)
+    assert not any(server._owners for server in cluster.servers.values())
 
 
 async def test_s10_after_a_disconnect_an_abort_by_id_is_idempotent_and_the_slot_is_free(
