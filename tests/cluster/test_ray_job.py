@@ -145,6 +145,9 @@ def test_the_charts_pods_serve_drain_and_end_as_kubernetes_runs_them(head: RayHe
     address = f"127.0.0.1:{grpc}"
     with Client(address) as client:
         assert "".join(event.text for event in client.generate([("user", "hello")], max_tokens=4))
+    test = one(objects, "Pod", "-test-generate")["spec"]["containers"][0]
+    asked = run(test["command"], 0, SLIPSTREAM_SERVER=address)  # what `helm test` runs
+    assert asked.process.wait(timeout=60) == 0, asked.log.read_text()
     nodes = {name: worker.address.split(":")[0] for name, worker in workers_at(address).items()}
     assert nodes == {"context-0": "127.0.0.2", "generation-0": "127.0.0.3"}
 
