@@ -9,9 +9,11 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from workers.assembly import Assembly, MakePort, Models, build, nixl_rank_port
 from workers.config import WorkerConfig
+from workers.group.exchange import Connect
 from workers.group.follow import Follower
 from workers.group.rank import build_follower
 from workers.group.ranks import GroupRanks, Seat
@@ -32,16 +34,19 @@ def group(
     errors: list[BaseException] | None = None,
     make_port: MakePort = nixl_rank_port,
     timeout_s: float = TIMEOUT_S,
+    connect: Callable[[Seat, Store], Connect] | None = None,
 ) -> Iterator[Assembly]:
     """The first rank's assembly; the others follow until the end.
 
-    `change` is shown each of them before. `errors` gets what ended them; without it nothing may.
+    `change` is shown each of them before. `errors` gets what ended them; without it nothing may. `connect`: what ranks'
+    tensors pass over, as if they lay on a device.
     """
     store = dist.HashStore()
     ended: list[BaseException] = []
 
     def ranks(rank: int) -> GroupRanks:
-        return GroupRanks(Seat(rank=rank, size=size, timeout_s=timeout_s, start_s=TIMEOUT_S), store)
+        seat = Seat(rank=rank, size=size, timeout_s=timeout_s, start_s=TIMEOUT_S)
+        return GroupRanks(seat, store, connect=None if connect is None else connect(seat, store))
 
     def follow(rank: int) -> None:
         end = ranks(rank)

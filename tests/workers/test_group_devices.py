@@ -11,14 +11,28 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
+from drafter.linear import Linear
+from kvmanager.ids import RequestId
+from tests.workers.group_of_threads import group
+from tests.workers.random_pair import VOCAB, load_pair, write_random_pair
+from tests.workers.split_pair import answers
+from tests.workers.split_pair import config as small_config
+from workers.aggregated import AggregatedEngine
+from workers.assembly import Models, build
+from workers.engine import Emitted
 from workers.group.errors import GroupBroken
+from workers.group.exchange import Connect
+from workers.group.gloo import Gloo
 from workers.group.nccl import Nccl, NcclError, load_nccl
 from workers.group.ranks import GroupRanks, Seat
+from workers.request import SamplingParams, SubmitRequest
 
 GPU = torch.device("cuda", 0)
 UNIQUE_ID = bytes(range(128))
@@ -220,3 +234,89 @@ def test_ranks_of_which_some_have_no_gpu_do_not_meet() -> None:
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(meet, range(2)))
     assert [(each.rank, "no GPU" in each.why) for each in found] == [(1, True)] * 2
+
+
+class Careless:
+    """Gloo as a device shows it: a rank that is lost makes a call wait, and when the wait is ended, leaves rubbish."""
+
+    def __init__(self, gloo: Gloo) -> None:
+        self._gloo = gloo
+        self._aborted = threading.Event()
+
+    def sum(self, x: torch.Tensor) -> None:
+        self._wait(lambda: self._gloo.sum(x))
+
+    def gather(self, own: torch.Tensor, gathered: torch.Tensor) -> None:
+        self._wait(lambda: self._gloo.gather(own, gathered))
+
+    def spread(self, x: torch.Tensor, rank: int) -> None:
+        self._wait(lambda: self._gloo.spread(x, rank))
+
+    def abort(self) -> None:
+        self._aborted.set()
+        self._gloo.abort()
+
+    def _wait(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except RuntimeError:
+            assert self._aborted.wait(20.0)
+
+
+def carelessly(seat: Seat, store: Store) -> Connect:
+    def connect(show: Callable[[bytes], bytes]) -> Careless:
+        gloo = Gloo(
+            PrefixStore("device", store), seat.rank, seat.size, address=seat.address, start_s=seat.start_s
+        )
+        return Careless(gloo)
+
+    return connect
+
+
+class FailingHead:
+    """Computes as another one, so many times."""
+
+    def __init__(self, head: Linear, times: int) -> None:
+        self._head, self._left = head, times
+
+    def __call__(self, x_TI: torch.Tensor, out_TO: torch.Tensor | None = None) -> torch.Tensor:
+        self._left -= 1
+        if self._left < 0:
+            raise MemoryError("no memory is left")
+        return self._head(x_TI, out_TO)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 4], ids=["in prefill", "in the first step", "in a later one"])
+def test_nothing_chosen_from_what_a_lost_rank_left_is_said(tmp_path: Path, steps: int) -> None:
+    """It fails at the last call that the first rank's device waits for, behind which no call could tell."""
+    pair = write_random_pair(tmp_path)
+    config = small_config("aggregated", dtype="float64", page_size=4, chunk=8)
+    prompt, sampling = [index % VOCAB for index in range(16)], SamplingParams(max_tokens=24, ignore_eos=True)
+    golden = answers(build(config, load_pair(pair)).engine, [prompt], sampling)[0].tokens
+
+    def load(ranks: GroupRanks) -> Models:
+        models = load_pair(pair, ranks)
+        if ranks.rank == 1:
+            models.decoder.lm_head = FailingHead(models.decoder.lm_head, steps)  # type: ignore[assignment]
+        return models
+
+    said: list[int] = []
+    ended: list[BaseException] = []
+    with group(2, load, config, errors=ended, connect=carelessly) as assembly:
+        engine = assembly.engine
+        assert isinstance(engine, AggregatedEngine)
+        engine.submit(
+            SubmitRequest(request_id=RequestId("r"), prompt_token_ids=tuple(prompt), sampling=sampling)
+        )
+
+        def run() -> None:
+            while not engine.idle:
+                for event in engine.step(0.0):
+                    if isinstance(event, Emitted):
+                        said.extend(event.output.token_ids)
+
+        with torch.inference_mode():
+            broken(run)
+    assert said == golden[: len(said)]
+    assert bool(said) == (steps > 1)  # the first token is said with the first decode step's
+    assert [type(error).__name__ for error in ended] == ["MemoryError"]

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -40,7 +41,7 @@ _TYPES = {
 }
 # A call that has begun gets so long to return before the communicator goes; it may itself wait for a rank that is gone.
 _IN_CALL_S = 1.0
-# Without graphs that hold calls, aborting takes less. A process that ends has let go of its graphs and waits longer: a
+# Without graphs that hold calls, aborting takes less. A process that ends lets go of its graphs and waits longer: a
 # library must not go while a thread is in it.
 _ABORTING_S, _EXITING_S = 1.0, 5.0
 
@@ -124,7 +125,7 @@ class Nccl:
             target=self._library.ncclCommAbort, args=(comm,), name="nccl-abort", daemon=True
         )
         aborting.start()
-        atexit.register(aborting.join, _EXITING_S)
+        atexit.register(_see_off, aborting)
         if returned:
             self._calling.release()
         aborting.join(_ABORTING_S)
@@ -138,3 +139,8 @@ class Nccl:
     def _check(self, result: int, name: str) -> None:
         if result != 0:
             raise NcclError(f"{name}: {self._library.ncclGetErrorString(result).decode()}")
+
+
+def _see_off(aborting: threading.Thread) -> None:
+    gc.collect()  # graphs that nobody needs any more, and that the thread waits for
+    aborting.join(_EXITING_S)
