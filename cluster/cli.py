@@ -38,10 +38,14 @@ _LAZY_COMMANDS = {
 }
 
 
-_NOBODY_THERE = (
-    "; no server answers there: start one ('slipstream serve'), name another (--server HOST:PORT), "
-    "or give --ca-file when it speaks TLS"
-)
+# What to do about a server that cannot be spoken to, by what gRPC says of it; the first that fits.
+_REMEDIES = {
+    "Hostname Verification": "its certificate does not name this host: connect to one that it names (--server)",
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is of another authority than that of --ca-file",
+    "failed to connect": "no server answers there: start one ('slipstream serve'), name another "
+    "(--server HOST:PORT), or give --ca-file when it speaks TLS",
+    "bearer token": "give --token-file, or SLIPSTREAM_TOKEN_FILE",
+}
 
 
 class _Commands(click.Group):
@@ -116,9 +120,9 @@ def readable(error: Exception) -> str | None:
     from workers.pairs import PairError
 
     match error:
-        case RequestError(code="UNAVAILABLE", field=""):
-            hint = _NOBODY_THERE if error.message.startswith("failed to connect") else ""
-            return f"{error.message} (UNAVAILABLE){hint}"
+        case RequestError(code="UNAVAILABLE" | "UNAUTHENTICATED", field=""):
+            remedies = [f"; {remedy}" for said, remedy in _REMEDIES.items() if said in error.message]
+            return f"{error.message} ({error.code}){''.join(remedies[:1])}"
         case RequestError() | WorkerRefused():
             named = [f"field {error.field}"] if error.field else []
             named += [f"limit {error.limit}"] if error.limit else []

@@ -331,12 +331,20 @@ def server_address() -> str:
 def client_access(token_file: Path | None = None, ca_file: Path | None = None) -> Access:
     """What clients bring along: SLIPSTREAM_TOKEN_FILE, _CA_FILE, _CERT_FILE and _KEY_FILE, or what is given.
 
-    Raises ConfigError for a token file that cannot be read.
+    Raises ConfigError for a file that cannot be read.
     """
 
     def path(name: str) -> Path | None:
         value = os.environ.get(f"SLIPSTREAM_{name}")
         return Path(value) if value else None
+
+    def readable(file: Path | None, what: str) -> Path | None:
+        try:
+            if file is not None:
+                file.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"cannot read {file}, {what}: {error.strerror}") from error
+        return file
 
     token_file = token_file or path("TOKEN_FILE")
     token = ""
@@ -347,9 +355,11 @@ def client_access(token_file: Path | None = None, ca_file: Path | None = None) -
             raise ConfigError(str(error)) from error
     return Access(
         token=token,
-        ca_file=ca_file or path("CA_FILE"),
-        cert_file=path("CERT_FILE"),
-        key_file=path("KEY_FILE"),
+        ca_file=readable(
+            ca_file or path("CA_FILE"), "the authority that the server's certificate is held against"
+        ),
+        cert_file=readable(path("CERT_FILE"), "the client's certificate"),
+        key_file=readable(path("KEY_FILE"), "the client's key"),
     )
 
 

@@ -164,6 +164,33 @@ def test_a_server_that_is_not_there_is_said_in_one_line(
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    ("code", "said", "remedy"),
+    [
+        ("UNAUTHENTICATED", "a valid bearer token is needed", "give --token-file"),
+        ("UNAVAILABLE", "failed to connect: Hostname Verification Check failed.", "does not name this host"),
+        ("UNAVAILABLE", "failed to connect: CERTIFICATE_VERIFY_FAILED", "of another authority"),
+        ("UNAVAILABLE", "failed to connect to all addresses", "start one ('slipstream serve')"),
+    ],
+)
+def test_who_is_not_let_in_is_told_what_to_bring(code: str, said: str, remedy: str) -> None:
+    told = cli.readable(RequestError(said, code=code))
+    assert told is not None
+    assert told.startswith(f"{said} ({code}); ")
+    assert remedy in told
+    assert cli.readable(RequestError("no context worker is ready", code="UNAVAILABLE")) == (
+        "no context worker is ready (UNAVAILABLE)"
+    )
+
+
+def test_a_ca_file_that_is_not_there_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, _, err = run(["status", "--ca-file", "/no/ca.crt"], capsys, monkeypatch)
+    assert status == 1
+    assert "cannot read /no/ca.crt, the authority that the server's certificate is held against" in err
+
+
 def test_status_shows_every_worker(
     serving: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
