@@ -74,6 +74,9 @@ class FakeLibrary:
     def ncclGetErrorString(self, result: int) -> bytes:
         return f"error {result}".encode()
 
+    def ncclGetLastError(self, comm: None) -> bytes:
+        return b"two ranks on one GPU\n"
+
     def _called(self, name: str, *arguments: object) -> int:
         *plain, comm, stream = arguments
         assert isinstance(comm, ctypes.c_void_p)
@@ -109,7 +112,7 @@ def test_a_call_that_fails_says_which_and_none_is_made_once_the_rank_has_left() 
     end = Nccl(0, 2, GPU, lambda own: own, library, lambda: STREAM)
     assert library.calls == [("init", 2, UNIQUE_ID, 0)]
     library.result = UNHANDLED
-    with pytest.raises(NcclError, match="ncclAllReduce: error 1"):
+    with pytest.raises(NcclError, match=r"ncclAllReduce: error 1: two ranks on one GPU$"):
         end.sum(torch.ones(1))
     end.abort()
     end.abort()

@@ -11,7 +11,7 @@ all of them, after warm-ups that connect what the capture uses. Aborting ends wh
 waits for the graphs that hold calls, in a thread that nobody waits for. Variables of NCCL's in the environment are left
 to whoever starts the process.
 
-Signatures: nccl.h, the same from NCCL 2.10 on.
+Signatures: nccl.h, the same from NCCL 2.13 on.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ def load_nccl() -> Any:
     ):
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, number
-    library.ncclGetErrorString.argtypes, library.ncclGetErrorString.restype = [number], ctypes.c_char_p
+    for name, told in (("ncclGetErrorString", number), ("ncclGetLastError", pointer)):
+        function = getattr(library, name)
+        function.argtypes, function.restype = [told], ctypes.c_char_p
     return library
 
 
@@ -138,7 +140,8 @@ class Nccl:
 
     def _check(self, result: int, name: str) -> None:
         if result != 0:
-            raise NcclError(f"{name}: {self._library.ncclGetErrorString(result).decode()}")
+            error, last = self._library.ncclGetErrorString(result), self._library.ncclGetLastError(None)
+            raise NcclError(f"{name}: {error.decode()}: {last.decode().strip()}")
 
 
 def _see_off(aborting: threading.Thread) -> None:
