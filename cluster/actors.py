@@ -29,7 +29,7 @@ from cluster.followers import Followers, Post, own_node_ip
 from cluster.here import Note
 from cluster.logs import configure
 from cluster.readiness import stood_still_s
-from cluster.tracing import worker_tracing
+from cluster.tracers import worker_tracing
 from cluster.version import VERSION
 from workers.config import WorkerConfig
 from workers.errors import Refusal, WorkerRefused

@@ -114,7 +114,7 @@ def readable(error: Exception) -> str | None:
     from cluster.errors import RequestError
     from cluster.fleet import StartFailed
     from cluster.membership import NotReady
-    from cluster.tracing import TracingMissing
+    from cluster.tracers import TracingMissing
     from workers.errors import WorkerRefused
     from workers.models.errors import CheckpointError
     from workers.pairs import PairError

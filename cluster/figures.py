@@ -13,17 +13,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from cluster.answers import Path, Route, Usage
-from cluster.timeline import RunRecord
-from cluster.tracing import NO_TRACE, RequestTrace
-from kvmanager.ids import RequestId
+from cluster.answers import Path, Usage
+from cluster.record import DISCONNECTED, FINISHED, RequestRecord
 from workers.request import RequestStats
 
 _log = logging.getLogger("cluster.requests")
-
-# Outcomes that are an answer, as far as the client wanted one.
-FINISHED = frozenset({"stop", "length", "cancelled"})
-DISCONNECTED = "disconnected"
 
 _TTFT_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _ITL_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
@@ -70,40 +64,6 @@ class PositionCounts:
 
 def _added(counts: Sequence[int], more: Sequence[int]) -> list[int]:
     return [a + b for a, b in zip_longest(counts, more, fillvalue=0)]
-
-
-@dataclass
-class RequestRecord:
-    """One request from its arrival to its end; times on the monotonic clock. `workers`: the decoding one first."""
-
-    client_id: str
-    route: Route
-    started_s: float
-    trace: RequestTrace = NO_TRACE
-    workers: tuple[str, ...] = ()
-    runs: list[RunRecord] = field(default_factory=list)
-    path: Path = "none"  # of the latest run
-    first_chunk_s: float | None = None
-    last_chunk_s: float = 0.0
-    outcome: str = DISCONNECTED  # until something else ends it
-    error: str = ""
-    usage: Usage | None = None
-    ended_s: float | None = None
-
-    def run_begins(self, request_id: RequestId, now_s: float) -> RunRecord:
-        run = RunRecord(request_id, now_s)
-        self.runs.append(run)
-        return run
-
-    def ids(self) -> dict[str, object]:
-        """Every name that the request goes by, as fields of a log line; those of its latest run."""
-        run = self.runs[-1] if self.runs else None
-        named = {
-            "request_id": self.client_id,
-            "internal_id": run.request_id if run is not None else "",
-            "transfer_id": run.transfer_id if run is not None else "",
-        }
-        return {name: value for name, value in named.items() if value}
 
 
 class GatewayFigures:

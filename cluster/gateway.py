@@ -48,7 +48,7 @@ from cluster.errors import (
     WorkerLost,
     from_worker,
 )
-from cluster.figures import GatewayFigures, RequestRecord, log_request
+from cluster.figures import GatewayFigures, log_request
 from cluster.holding import Holds
 from cluster.intake import Intake, Tokenizer
 from cluster.link import LinkState, LinkTimes, WorkerAddress, WorkerLink
@@ -56,6 +56,7 @@ from cluster.live import LiveRequest
 from cluster.membership import LinkNews, Membership, facts_of
 from cluster.readiness import Progress, stalled, stood_still_s
 from cluster.recall import recall
+from cluster.record import RequestRecord
 from cluster.replay import Runs
 from cluster.routing import ANY_ERRAND, Errand, NoRoute, WithoutContext, choose
 from cluster.timeline import MAX_RECORDS, Timeline

@@ -7,8 +7,8 @@ import logging
 import time
 
 from cluster.errors import RequestError, from_worker
-from cluster.figures import RequestRecord
 from cluster.link import WorkerLink
+from cluster.record import RequestRecord
 from kvmanager.ids import RequestId
 from workers.request import RequestOutput
 

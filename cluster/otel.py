@@ -26,8 +26,8 @@ from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer, set_span_i
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-from cluster.figures import FINISHED, RequestRecord
-from cluster.tracing import HEADER, RequestTrace
+from cluster.record import FINISHED, RequestRecord, RequestTrace
+from cluster.tracing import HEADER
 from cluster.version import VERSION
 from workers.timeline import RequestTimeline
 

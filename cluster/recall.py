@@ -7,8 +7,8 @@ import time
 from collections.abc import Mapping, Sequence
 
 from cluster.errors import RequestError
-from cluster.figures import RequestRecord
 from cluster.link import WorkerLink
+from cluster.record import RequestRecord
 from cluster.timeline import (
     Piece,
     RunRecord,

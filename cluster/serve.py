@@ -28,7 +28,7 @@ from cluster.registry import Registry
 from cluster.replacements import SupervisorCollector
 from cluster.stopping import Stopped, stop_signal, unless
 from cluster.supervisor import Supervisor, policy_of
-from cluster.tracing import gateway_tracing
+from cluster.tracers import gateway_tracing
 from workers.pairs import resolve_pair
 from workers.tokenizer import Tokenizer
 

@@ -9,13 +9,10 @@ do join the client's trace then. `cluster.otel` implements these protocols with 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from workers.request import Role
+from cluster.record import NO_TRACE, PassedOn, RequestTrace
 from workers.timeline import RequestTimeline
-
-if TYPE_CHECKING:
-    from cluster.figures import RequestRecord
 
 HEADER = "traceparent"
 MAX_CHARACTERS = 256  # later versions may say more behind what is known today
@@ -28,18 +25,6 @@ def traceparent_of(value: str) -> str:
     if found is None or (value.startswith("00") and found.group(1)):
         return ""
     return value.strip()
-
-
-class RequestTrace(Protocol):
-    """The trace of one request at its gateway."""
-
-    def run_begins(self, record: RequestRecord) -> str:
-        """The latest run of the record has begun. Returns what its workers are told, empty for no trace."""
-        ...
-
-    def ended(self, record: RequestRecord) -> None:
-        """The request is over."""
-        ...
 
 
 class Tracing(Protocol):
@@ -66,58 +51,11 @@ class WorkerTracing(Protocol):
         ...
 
 
-class _PassedOn:
-    """A trace of somebody else's."""
-
-    def __init__(self, traceparent: str) -> None:
-        self._traceparent = traceparent
-
-    def run_begins(self, record: RequestRecord) -> str:
-        return self._traceparent
-
-    def ended(self, record: RequestRecord) -> None:
-        pass
-
-
-NO_TRACE: RequestTrace = _PassedOn("")
-
-
 class NoTracing:
     """Makes no spans."""
 
     def begin(self, traceparent: str) -> RequestTrace:
-        return _PassedOn(traceparent) if traceparent else NO_TRACE
+        return PassedOn(traceparent) if traceparent else NO_TRACE
 
     def close(self) -> None:
         pass
-
-
-class TracingMissing(Exception):
-    """Traces are asked for, and OpenTelemetry is not installed."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "otel_endpoint is set, but OpenTelemetry is not installed: pip install 'slipstream-serve[otel]'"
-        )
-
-
-def gateway_tracing(endpoint: str) -> Tracing:
-    """Traces of a gateway to the OTLP collector at `endpoint`; empty makes none. Raises TracingMissing."""
-    if not endpoint:
-        return NoTracing()
-    try:
-        from cluster import otel
-    except ImportError as error:
-        raise TracingMissing from error
-    return otel.OtelTracing(otel.provider(endpoint, "gateway"))
-
-
-def worker_tracing(endpoint: str, role: Role) -> WorkerTracing | None:
-    """Spans of a worker, or None. Raises TracingMissing."""
-    if not endpoint:
-        return None
-    try:
-        from cluster import otel
-    except ImportError as error:
-        raise TracingMissing from error
-    return otel.OtelWorkerTracing(otel.provider(endpoint, role), role)

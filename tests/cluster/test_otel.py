@@ -20,7 +20,8 @@ from opentelemetry.trace import StatusCode
 from cluster import otel
 from cluster.errors import RequestError
 from cluster.rpc.v1 import inference_pb2, inference_pb2_grpc
-from cluster.tracing import NoTracing, TracingMissing, gateway_tracing, traceparent_of
+from cluster.tracers import TracingMissing, gateway_tracing
+from cluster.tracing import NoTracing, traceparent_of
 from tests.cluster.conftest import FakeCluster, Peers, StartCluster
 from tests.cluster.fake_worker import FakeHost
 

@@ -12,9 +12,9 @@ from click.testing import CliRunner
 from cluster.charts import tick
 from cluster.cli import cli
 from cluster.errors import RequestError
-from cluster.figures import RequestRecord
 from cluster.picture import draw, seconds
 from cluster.recall import join
+from cluster.record import RequestRecord
 from cluster.timeline import Timeline, WorkerAnswer
 from cluster.timeline_messages import timeline_from_proto, timeline_to_proto
 from kvmanager.ids import RequestId
