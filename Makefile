@@ -114,7 +114,14 @@ $(PEERS_STAMP): deploy/peers.txt
 	.venv-peers/bin/python -m pip install $(QUIET) --disable-pip-version-check -r deploy/peers.txt
 	@rm -f .venv-peers/.setup-* && touch $@
 
-gateways: setup $(PEERS_STAMP)  ## put smg, another project's gateway, in front of a real cluster (minutes, own environment)
+# aiperf brings packages of its own versions: an environment for it alone.
+.venv-load/.setup: deploy/load.txt
+	@test -n "$(PYTHON)" || { echo "Slipstream needs Python 3.11 or newer"; exit 1; }
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install $(QUIET) --disable-pip-version-check -r $<
+	@touch $@
+
+gateways: setup $(PEERS_STAMP) .venv-load/.setup  ## put smg, another project's gateway, and aiperf, a load client, in front of a real cluster (minutes, own environments)
 	@$(BIN)/python -m pytest tests/gateways -m gateways -rP
 
 # The routers of two projects bring scripts of the same name: an environment each.
@@ -172,5 +179,5 @@ bench: setup  ## bookkeeping per decode step; shipping a prompt's KV, against me
 	@$(BIN)/python -m tests.bench.kv_transfer
 
 clean:  ## remove caches and both environments
-	rm -rf .venv .venv-parity .venv-peers .venv-*-router .venv-vllm .venv-deploy .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist
+	rm -rf .venv .venv-parity .venv-peers .venv-load .venv-*-router .venv-vllm .venv-deploy .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
