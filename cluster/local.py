@@ -158,6 +158,13 @@ class LocalCluster:
             _temp_dir=str(self._directory),
         )
         self._report("ray", "ready")
+        # No more will come to this Ray: a worker that asks for one would wait for it until the start is given up.
+        gpus, asked = self._ray.cluster_resources().get("GPU", 0.0), self.config.gpus_per_rank(0.0)
+        if asked * self.config.num_ranks > gpus:
+            raise StartFailed(
+                f"device is 'cuda', and this machine shows {gpus:g} GPUs where {asked * self.config.num_ranks:g} are "
+                "needed, one for each rank: see 'slipstream doctor', ask for fewer workers, or choose device 'cpu'"
+            )
 
     def _fleet(self) -> Fleet:
         # In a Ray of several machines each worker listens on its own machine's address, which it alone knows.

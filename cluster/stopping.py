@@ -24,13 +24,15 @@ def stop_signal() -> asyncio.Event:
 
 
 async def unless(stop: asyncio.Event, work: Awaitable[Answer]) -> Answer:
-    """The result of `work`, given up when `stop` is set first. Raises Stopped then."""
+    """The result of `work`, given up when `stop` is set first. Raises Stopped then. Nothing goes on behind it."""
     task = asyncio.ensure_future(work)
     stopped = asyncio.create_task(stop.wait())
-    await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
-    if not task.done():
+    try:
+        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Stopped
+        return task.result()
+    finally:  # also when this wait itself was cancelled: an interrupt that came before `stop` took it over
+        stopped.cancel()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        raise Stopped
-    return task.result()
