@@ -101,7 +101,7 @@ class BlockLengthPolicy:
         self._fixed = None if fixed is None else min(fixed, max_draft_tokens)
         self._book = AcceptanceBook(max_draft_tokens)
         self._num_rows = num_rows
-        self._costs = RowCosts()
+        self._costs = RowCosts(stepped=False)
         self._current: dict[int, int] = {}  # batch, padded as steps are -> number chosen last
         self._padded = 0
         self._steps = 0

@@ -1,12 +1,14 @@
 """What a step costs by the rows it computes, fitted to every step that was measured.
 
-    verifying n tokens of b requests   v0 + v1 · n + sum over h = 16, 64, 256 of v_h · max(n - h, 0) + v2 · b
+    verifying n tokens of b requests   v0 + v1 · n + v2 · b + s_2 + ... + s_min(n, 20)
+                                       + sum over h = 16, 64, 256 of v_h · max(n - h, 0)
     drafting k tokens for b requests   d0 + d1 · b + d2 · b · k
 
-A few numbers for all batch sizes and draft counts: what one step shows serves the others, and no single measurement
-decides. The hinges stand for where a processor stops being bound by reading weights: a CPU near the first, a GPU at one
-of the others. Squares of relative errors are least, old steps fade, and a prior that does not keeps what the steps at
-hand do not tell apart.
+What one step shows serves all batch sizes and draft counts, and no single measurement decides. Few rows have a step
+each, for a CPU multiplies so many rows at a time, and the next one starts another pass: on AVX-512 up to 6 rows cost
+the same, and 7 a quarter more. The hinges stand for where a processor stops being bound by reading weights: a CPU near
+the first, a GPU at one of the others. Squares of relative errors are least, old steps fade, and a prior that does not
+keeps what the steps at hand do not tell apart.
 
 Only proportions decide, but a machine that is shared or throttled may be twice as slow a minute later. So seconds are
 divided by the machine's pace of the moment, which follows quickly: how long a step took over how long it was expected
@@ -23,21 +25,26 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+_STEPS = 20  # the most rows that have a cost of their own
 _HINGES = (16, 64, 256)
 _PACE_GAIN = 0.3  # how far one step moves the pace towards what it shows
 _LARGEST_SURPRISE = 2.0  # what differs more from what was expected is taken for that
 _MEMORY = 0.995  # of a step after one more
 # Coefficients in units of a lone request's plain step, and how many steps' worth of trust each has: a CPU of two cores
 # with SmolLM2-135M.
-_VERIFY_PRIOR, _VERIFY_TRUST = (0.85, 0.06, 0.02, 0.0, 0.0, 0.03), (0.2, 20.0, 20.0, 20.0, 20.0, 10.0)
+_VERIFY_PRIOR = (0.85, 0.06, 0.02, 0.0, 0.0, 0.03, *[0.0] * (_STEPS - 1))
+_VERIFY_TRUST = (0.2, 20.0, 20.0, 20.0, 20.0, 10.0, *[7.0] * (_STEPS - 1))
 _DRAFT_PRIOR, _DRAFT_TRUST = (0.22, 0.05, 0.007), (0.5, 10.0, 200.0)
 _LEAST_SHARE = 0.05  # of the unit: no step is cheaper
+_ROW_FEATURES = [tuple(float(rows >= row) for row in range(2, _STEPS + 1)) for rows in range(_STEPS + 1)]
 
 
 class RowCosts:
     """Expected seconds of steps. Before the first measurement in arbitrary but consistent units."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, stepped: bool = True) -> None:
+        """`stepped`: whether few rows have steps; steps that are rounded up to graphs of few sizes need none."""
+        self._stepped = stepped
         self._verify = _Fit(_VERIFY_PRIOR, _VERIFY_TRUST)
         self._draft = _Fit(_DRAFT_PRIOR, _DRAFT_TRUST)
         self._unit_s = 0.0  # of a lone plain step, from the first measurement; 0 until there is one
@@ -50,7 +57,7 @@ class RowCosts:
 
     def observe_verify(self, batch_size: int, num_tokens: int, seconds: float) -> None:
         """`num_tokens`: of the whole batch, the token that a request decodes anyway included."""
-        features = _verify_features(batch_size, num_tokens)
+        features = _verify_features(batch_size, num_tokens, self._stepped)
         if not self._unit_s:
             self._unit_s = seconds / self._verify.at(features)
         self._observe(self._verify, features, seconds)
@@ -60,7 +67,7 @@ class RowCosts:
         self._observe(self._draft, _draft_features(batch_size, num_draft), seconds)
 
     def verify_s(self, batch_size: int, num_tokens: int) -> float:
-        return self._scale * self._verify.at(_verify_features(batch_size, num_tokens))
+        return self._scale * self._verify.at(_verify_features(batch_size, num_tokens, self._stepped))
 
     def draft_s(self, batch_size: int, num_draft: int) -> float:
         if num_draft == 0:
@@ -110,8 +117,10 @@ class _Fit:
         return max(value, _LEAST_SHARE)
 
 
-def _verify_features(batch_size: int, num_tokens: int) -> tuple[float, ...]:
-    return 1.0, num_tokens, *(max(num_tokens - hinge, 0) for hinge in _HINGES), batch_size
+def _verify_features(batch_size: int, num_tokens: int, stepped: bool) -> tuple[float, ...]:
+    steps = _ROW_FEATURES[min(num_tokens, _STEPS) if stepped else 0]
+    hinges = (max(num_tokens - hinge, 0) for hinge in _HINGES)
+    return 1.0, num_tokens, *hinges, batch_size, *steps
 
 
 def _draft_features(batch_size: int, num_draft: int) -> tuple[float, ...]:

@@ -68,3 +68,13 @@ def test_one_measurement_gives_every_step_a_price() -> None:
     assert prices == sorted(prices)
     assert prices[0] > 0.05
     assert 0 < costs.draft_s(1, 7) < costs.draft_s(8, 7)
+
+
+def test_a_step_in_the_cost_of_few_rows_is_found() -> None:
+    """As on a CPU that multiplies six rows at a time: the seventh costs what no line through the others says."""
+    costs, rng = RowCosts(), random.Random(2)
+    for _ in range(200):
+        rows = rng.randint(1, 8)
+        costs.observe_verify(1, rows, (0.05 if rows <= 6 else 0.063) * math.exp(rng.gauss(0.0, 0.03)))
+    assert costs.verify_s(1, 6) == pytest.approx(costs.verify_s(1, 2), rel=0.09)
+    assert costs.verify_s(1, 7) / costs.verify_s(1, 6) == pytest.approx(1.26, rel=0.1)
