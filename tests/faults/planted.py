@@ -94,8 +94,9 @@ class _NormedTap(Decoder):
         attention: PagedAttention,
         plan: AttentionPlan,
         tap_layer_ids: Items[int] = (),
+        rows_by_rank: Items[int] = (),
     ) -> DecoderOutput:
-        output = super().forward(token_ids_T, positions_T, attention, plan, tap_layer_ids)
+        output = super().forward(token_ids_T, positions_T, attention, plan, tap_layer_ids, rows_by_rank)
         if output.taps_TX is None:
             return output
         hidden = self.config.hidden_size
