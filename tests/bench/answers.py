@@ -20,7 +20,7 @@ from workers.tokenizer import Tokenizer
 class Answers:
     """Tokens of each prompt's answer, in the prompts' order, and what was timed of making them.
 
-    `tokens` of `seconds`; `steps` of the engine in them, `rows` decode steps of its requests.
+    `tokens` of `seconds`; `steps` of the engine that decoded in them, `rows` decode steps of its requests.
     """
 
     token_ids: list[list[int]]
@@ -43,46 +43,36 @@ def answer(
     prompts: Sequence[Sequence[int]],
     sampling: SamplingParams,
     *,
-    prompts_first: bool = False,
+    full_batch: int | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Answers:
     """Answer all prompts, as many at once as the engine holds.
 
-    `prompts_first`: no request decodes, and no time counts, before the prompts are done. There must be no more than
-    the engine holds.
+    `full_batch`: only steps that decode so many requests, and compute no prompt, are counted.
     """
     token_ids: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
     logprobs: dict[str, list[TokenLogprob]] = {name: [] for name in token_ids}
-    began_s = clock()
     for name, prompt in zip(token_ids, prompts, strict=True):
         engine.submit(
             SubmitRequest(request_id=RequestId(name), prompt_token_ids=tuple(prompt), sampling=sampling)
         )
+    tokens, steps, rows, seconds = 0, 0, 0, 0.0
     with torch.inference_mode():
-        if prompts_first:
-            engine._admit()
-            while engine.num_waiting or engine._prefilling:
-                engine._prefill()
-                engine._admit()
-            began_s = clock()
-        tokens, steps, rows = 0, 0, engine.decode.decode_steps
         while not engine.idle:
-            before = engine.decode.decode_steps
-            for event in engine.step(0.0):
+            counts = full_batch in (None, len(engine._decoding))  # a full engine takes in no prompt
+            rows_before, began_s = engine.decode.decode_steps, clock()
+            events = engine.step(0.0)
+            took_s, new_rows = clock() - began_s, engine.decode.decode_steps - rows_before
+            emitted = 0
+            for event in events:
                 if isinstance(event, Emitted):
                     name = event.output.request_id
                     token_ids[name] += event.output.token_ids
                     logprobs[name] += event.output.logprobs
-                    tokens += len(event.output.token_ids)
-            steps += engine.decode.decode_steps > before
-    seconds = clock() - began_s
-    if prompts_first:
-        tokens -= len(prompts)  # the first of each is the prompt's
-    return Answers(
-        [*token_ids.values()],
-        [*logprobs.values()],
-        tokens,
-        seconds,
-        steps,
-        engine.decode.decode_steps - rows,
-    )
+                    emitted += len(event.output.token_ids)
+            if counts:
+                seconds += took_s
+                tokens += emitted
+                rows += new_rows
+                steps += new_rows > 0
+    return Answers([*token_ids.values()], [*logprobs.values()], tokens, seconds, steps, rows)

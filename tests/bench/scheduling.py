@@ -3,12 +3,11 @@
     python -m tests.bench.scheduling [--pair smollm2 smollm2-dspark] [--batch 1 4 16] [--rounds 6] [--min-ratio 0.97]
     python -m tests.bench.scheduling --device cuda --batch 1 8 64 --fixed 0 1 2 3 5 7
 
-One engine for each pair and batch size answers the mixed built-in prompts, a batch at a time, once with the policy that
-`draft_tokens = "adaptive"` gives a worker and once with each fixed number of drafts; who comes first changes from batch
-to batch, and the policy keeps what it learnt, as a worker's does. Prompts are computed first and not timed: tokens per
-second are of decode steps alone, from a full batch to its last request. A first round warms everything up, uncounted.
-
-Where a machine has other work, --cpu-seconds counts those of one thread instead of time, for the policy too.
+One engine for each pair and batch size answers the mixed built-in prompts, once with the policy that `draft_tokens =
+"adaptive"` gives a worker and once with each fixed number of drafts; who comes first changes from turn to turn, and the
+policy keeps what it learnt, as a worker's does. More prompts wait than the batch holds, so the next takes the place of
+one that is done, and only steps that decode a full batch and compute no prompt are counted. A first turn warms
+everything up, uncounted.
 
 Every way must give the same answers. In bfloat16, where a token's rounding depends on how many are verified with it,
 answers may part where the target itself finds two tokens all but equally likely; anything else ends with status 1,
@@ -41,6 +40,7 @@ from workers.tokenizer import Tokenizer
 SCHEDULED = "scheduled"
 NEAR_TIE = 0.5  # nats between two tokens of which bfloat16 may take either
 _PROMPTS = 256
+_BATCHES_A_TURN, _KINDS = 3, 4  # of prompts
 
 
 @dataclass
@@ -107,7 +107,7 @@ def ways_in_turn(ways: Sequence[str], turn: int) -> list[str]:
 
 
 def batches(prompts: Sequence[list[int]], batch: int) -> Iterator[list[list[int]]]:
-    """Batches of prompts without end, those of every kind in turn."""
+    """So many prompts at a time without end, those of every kind in turn."""
     place = 0
     while True:
         yield [prompts[(place + row) % len(prompts)] for row in range(batch)]
@@ -141,16 +141,15 @@ class Bench:
     def run(self, prompts: Sequence[list[int]]) -> Row:
         totals = {way: Total() for way in self._policies}
         answers, parted, wrong = 0, 0, []
-        turns = batches(prompts, self._batch)
-        batches_a_round = max(4 // self._batch, 1)  # a prompt of every kind
-        for turn in range(-batches_a_round, self._rounds * batches_a_round):
+        turns = batches(prompts, max(_BATCHES_A_TURN * self._batch, _KINDS))
+        for turn in range(-1, self._rounds):
             chosen = next(turns)
             answer(self._engine, chosen, msgspec.structs.replace(self._sampling, max_tokens=1))
             said = {}
             for way in ways_in_turn([*totals], turn):
                 self._engine.decode._policy = self._policies[way]
                 said[way] = answer(
-                    self._engine, chosen, self._sampling, prompts_first=True, clock=self._clock
+                    self._engine, chosen, self._sampling, full_batch=self._batch, clock=self._clock
                 )
                 if turn >= 0:
                     totals[way].add(said[way])
@@ -227,7 +226,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, nargs="+", help="default: 1 4 16, on a GPU 1 8 64")
     parser.add_argument("--fixed", type=int, nargs="+", help="fixed numbers of drafts (default: every one)")
     parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--rounds", type=int, default=6, help="of at least four prompts")
+    parser.add_argument("--rounds", type=int, default=6, help="turns of three batches of prompts")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cpu-seconds", action="store_true", help="instead of time, with one thread")
     parser.add_argument("--min-ratio", type=float, default=0.0)

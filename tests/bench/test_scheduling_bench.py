@@ -36,4 +36,5 @@ def test_all_ways_answer_alike_on_a_cpu() -> None:
     measured = bench.run([[3, 5, 7, 11], [13, 17, 19], [23, 29]])
     assert [*measured.tokens_per_s] == [SCHEDULED, "0", "2", "7"]
     assert measured.tokens_per_step["0"] == 1.0
-    assert (measured.parted, measured.wrong, measured.answers) == (0, [], 4 * 2 * 3)
+    assert (measured.parted, measured.wrong, measured.answers) == (0, [], 2 * 6 * 3)
+    assert measured.requests_per_step == 2.0
