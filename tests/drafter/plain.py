@@ -76,7 +76,7 @@ def plain_hidden(
     here, all_positions = torch.arange(start, start + block), torch.arange(first, start + block)
 
     def unseen(layer: int) -> Tensor:
-        sliding = raw["layer_types"][layer] == "sliding_attention"
+        sliding = raw.get("layer_types", ["full_attention"] * (layer + 1))[layer] == "sliding_attention"
         causal = raw.get("is_causal", sliding)
         ahead = all_positions - here[:, None]
         hidden = ahead > (0 if causal else block)
