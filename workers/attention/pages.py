@@ -1,4 +1,4 @@
-"""What a step's page tables say, as flat arrays: pure arithmetic on lengths, shared by eager and captured steps.
+"""What a step's page tables say, as flat arrays: pure arithmetic on lengths.
 
 request b reads entries[starts[b] : starts[b + 1]], of which the last holds last_page_lens[b] positions
 """
@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-
-from kvmanager.ids import DUMMY_PAGE
 
 Ints = npt.NDArray[np.int32]
 
@@ -44,36 +42,21 @@ class PageRuns:
         return offsets
 
 
-def page_runs(
-    page_rows: Ints,
-    kv_lens: Sequence[int],
-    page_size: int,
-    entries_per_page: int = 1,
-    *,
-    padded_to: int = 0,
-    padding_len: int = 1,
-) -> PageRuns:
-    """Cut rows [B, max_pages] to the pages that kv_lens need, and append padding requests up to `padded_to`.
+def page_runs(page_rows: Ints, kv_lens: Sequence[int], page_size: int, entries_per_page: int = 1) -> PageRuns:
+    """Cut rows [B, max_pages] to the pages that kv_lens need.
 
-    A padding request has `padding_len` positions, all on the dummy page. Raises ValueError for a length that is not
-    in 1 .. max_pages * page_size, and for more requests than `padded_to` when that is given.
+    Raises ValueError for no request, and for a length that is not in 1 .. max_pages * page_size.
     """
-    live = len(kv_lens)
-    total = max(live, padded_to)
-    if len(page_rows) != live or (padded_to and live > padded_to) or not total:
-        raise ValueError(f"{len(page_rows)} page rows, {live} lengths, padded to {padded_to}")
-    lens = np.full(total, padding_len, dtype=np.int32)
-    lens[:live] = kv_lens
+    if len(page_rows) != len(kv_lens) or not kv_lens:
+        raise ValueError(f"{len(page_rows)} page rows, {len(kv_lens)} lengths")
+    lens = np.asarray(kv_lens, dtype=np.int32)
     capacity = page_rows.shape[1] * page_size
-    if live and not (lens[:live].min() >= 1 and lens[:live].max() <= capacity):
+    if not (lens.min() >= 1 and lens.max() <= capacity):
         raise ValueError(f"kv_lens {list(kv_lens)} are not all in 1 .. {capacity}")
     counts = -(-lens // page_size)
-    starts = np.zeros(total + 1, dtype=np.int32)
+    starts = np.zeros(len(lens) + 1, dtype=np.int32)
     np.cumsum(counts, out=starts[1:])
-    table = np.full((total, int(counts.max())), DUMMY_PAGE, dtype=np.int32)
-    width = min(table.shape[1], page_rows.shape[1])
-    table[:live, :width] = page_rows[:, :width]
-    entries = table[np.arange(table.shape[1]) < counts[:, None]]
+    entries = page_rows[np.arange(page_rows.shape[1]) < counts[:, None]]
     if entries_per_page != 1:
         entries = entries * np.int32(entries_per_page)
     return PageRuns(starts, entries, lens, lens - (counts - 1) * np.int32(page_size), page_size)
