@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -32,3 +34,12 @@ def random_models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """A pair of a few thousand random weights, where what is said does not matter."""
     torch.set_num_threads(1)
     return load_random_pair(tmp_path_factory.mktemp("random_pair"))
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As workers compute; ranks that are threads of one process would wait for each other's otherwise."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

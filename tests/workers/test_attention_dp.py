@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,12 +39,7 @@ SMALL: dict[str, Any] = {"dtype": "float64", "page_size": 4, "chunk": 8, "max_ba
 PROMPTS = [[(seed * 5 + i * i * seed + i) % VOCAB for i in range(7 + 4 * seed)] for seed in range(1, 6)]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def loading(pair: ModelPair, *, expert_parallel: bool = False) -> Any:

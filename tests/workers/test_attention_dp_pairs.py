@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-import torch
 
 from kvmanager.ids import RequestId
 from kvmanager.ledgers import DividedLedger
@@ -32,13 +30,7 @@ from workers.group.ranks import GroupRanks
 from workers.pairs import ModelPair
 from workers.request import SamplingParams
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 Shape = tuple[int, bool]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Any
@@ -34,12 +33,7 @@ SMALL: dict[str, Any] = {"dtype": "float64", "page_size": PAGE_SIZE, "chunk": CH
 PAIRS = [(context, generation) for context in (1, 2, 4) for generation in (1, 2, 4)]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def write_pair(directory: Path, drafting: dict[str, Any] | None = None) -> ModelPair:
