@@ -208,7 +208,7 @@ def test_a_step_that_no_rank_leaves_and_that_never_ends_is_ended() -> None:
     with two_ranks(start_s=1.0) as ends:
         vote(ends)
         assert ends[0][1].aborted.wait(20.0)
-        assert "in time" in broken(ends[0][0].confirm).why
+        assert "a step is not over within 1 s" in broken(ends[0][0].confirm).why
 
 
 def test_a_step_that_was_confirmed_is_not_waited_for() -> None:
@@ -237,6 +237,67 @@ def test_ranks_of_which_some_have_no_gpu_do_not_meet() -> None:
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(meet, range(2)))
     assert [(each.rank, "no GPU" in each.why) for each in found] == [(1, True)] * 2
+
+
+class Waiting(FakeLibrary):
+    """NCCL as it meets a rank that is gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits, self.over = threading.Event(), threading.Event()
+
+    def ncclCommInitRank(self, *arguments: object) -> int:
+        self.waits.set()
+        self.over.wait()
+        return UNHANDLED
+
+
+class Refusing(FakeLibrary):
+    """NCCL on a rank that cannot take part, found once another waits for it."""
+
+    def __init__(self, other: Waiting) -> None:
+        super().__init__()
+        self._other = other
+
+    def ncclCommInitRank(self, *arguments: object) -> int:
+        assert self._other.waits.wait(20.0)
+        return UNHANDLED
+
+
+def meeting_over(libraries: list[FakeLibrary], start_s: float) -> list[GroupBroken]:
+    """How the ranks' meeting ends, of which each has its NCCL."""
+    store = dist.HashStore()
+
+    def meet(rank: int) -> GroupBroken:
+        seat = Seat(rank=rank, size=len(libraries), start_s=start_s)
+
+        def connect(show: Callable[[bytes], bytes]) -> Nccl:
+            return Nccl(rank, seat.size, GPU, show, libraries[rank], lambda: STREAM)
+
+        return broken(lambda: GroupRanks(seat, store, connect=connect))
+
+    try:
+        with ThreadPoolExecutor(len(libraries)) as pool:
+            return list(pool.map(meet, range(len(libraries))))
+    finally:
+        for library in libraries:
+            if isinstance(library, Waiting):
+                library.over.set()
+
+
+def test_a_rank_that_nccl_refuses_ends_the_others_wait_for_it_at_once() -> None:
+    waiting = Waiting()
+    waits, refused = meeting_over([waiting, Refusing(waiting)], start_s=600.0)
+    assert "ncclCommInitRank: error 1: two ranks on one GPU" in refused.why
+    assert (waits.rank, waits.during) == (0, "the meeting")
+    assert "see the other ranks' logs" in waits.why
+
+
+def test_a_meeting_that_no_rank_leaves_and_that_never_ends_is_ended() -> None:
+    found = meeting_over([Waiting(), Waiting()], start_s=2.0)
+    assert [(each.during, "NCCL_DEBUG=INFO" in each.why) for each in found] == [("the meeting", True)] * 2
+    # The later one may see the other leave instead.
+    assert any("the meeting of the devices is not over within 2 s" in each.why for each in found)
 
 
 class Careless:

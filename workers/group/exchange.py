@@ -29,4 +29,4 @@ class Exchange(Protocol):
 
 
 Connect = Callable[[Callable[[bytes], bytes]], Exchange]
-"""Given a way to show bytes to all ranks (returns those of the first one), meets the others."""
+"""Given a way to show bytes to all ranks (returns those of the first one), meets the others; may wait without limit."""

@@ -91,7 +91,9 @@ class Nccl:
     ) -> None:
         """Meet the others; `show` as in `workers.group.exchange.Connect`. Raises NcclError.
 
-        `device`: the calling thread's present one. `library`, `stream`: stand-ins for tests.
+        `device`: the calling thread's present one. Waits without limit for the others, and nothing ends that: a
+        communicator that does not wait here does not in later calls either, which then are to be asked again and again
+        whether they have begun. `library`, `stream`: stand-ins for tests.
         """
         self._library = load_nccl() if library is None else library
         self._stream = stream or (lambda: int(torch.cuda.current_stream(device).cuda_stream))

@@ -17,12 +17,15 @@ Between steps nobody talks, so the first rank sends a beat now and then. Every w
 while ranks meet and load, after `timeout_s` from then on. A rank that breaks calls `close`: its connections go, and
 whoever waits for it breaks at once, in turn. A GPU's collectives return before they have run: the watch ends them when
 ranks are lost, and what they leave is void, so the first rank asks (`confirm`) before anything chosen from it leaves. A
-step of which all ranks are there and which is not over all the same, for a fault of ours, ends after `start_s`.
+step of which all ranks are there and which is not over all the same, for a fault of ours, ends after `start_s`. NCCL's
+own meeting, which waits without limit for a rank that is gone, is watched in the same way.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from functools import partial
 
@@ -41,6 +44,9 @@ _FIRST_BYTES = 1 << 14  # of a step that are sent with its length; a longer one 
 _LENGTH_BYTES = 8
 _FIRST = 0  # the rank that schedules
 _CPU = torch.device("cpu")
+# While ranks meet on their devices: so often is the watch's word looked for, and so long gets a rank to say what it
+# found itself, which tells more.
+_LOOK_S, _LAST_WORD_S = 0.1, 2.0
 
 
 class Seat(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,10 +111,11 @@ class GroupRanks:
             self._on_device: Exchange | None = None
             self._watch: Watch | None = None
             if connect is not None:
-                self._on_device = connect(self._broadcast)
-                self._parts.append(self._on_device)
                 self._watch = Watch(gloo("watch"), seat.size, self._lose)
                 self._parts.append(self._watch)
+                self._on_device = self._meet_on_device(connect, self._watch)
+                # The watch leaves first: it is to tell of other ranks' leaving alone.
+                self._parts.insert(-1, self._on_device)
 
     def started(self) -> None:
         """Everything is loaded here: from now on waits are short."""
@@ -185,7 +192,7 @@ class GroupRanks:
             if digest != first[2]:
                 raise GroupBroken(rank, "a vote", "it chose other tokens than the first rank")
         if self._watch is not None:
-            self._watch.expect(self.start_s)
+            self._watch.expect("a step", self.start_s)
 
     def remember(self, digest: int) -> None:
         """What this rank found in the step; the next vote compares it."""
@@ -206,6 +213,39 @@ class GroupRanks:
         parts, self._parts = self._parts, []
         while parts:
             parts.pop().abort()
+
+    def _meet_on_device(self, connect: Connect, watch: Watch) -> Exchange:
+        """Raises GroupBroken when ranks are lost or late, and leaves behind a thread that may wait until the process
+        ends: nothing ends NCCL's wait.
+        """
+        gpu = torch.cuda.current_device() if self._device.type == "cuda" else None
+        met: Future[Exchange] = Future()
+
+        def meet() -> None:
+            try:
+                if gpu is not None:
+                    torch.cuda.set_device(gpu)  # a thread has a present device of its own
+                met.set_result(connect(self._broadcast))
+            except BaseException as error:  # raised again below
+                met.set_exception(error)
+
+        watch.expect("the meeting of the devices", self.start_s)
+        threading.Thread(target=meet, name="group-meeting", daemon=True).start()
+        while not self._lost and not wait([met], _LOOK_S).done:
+            pass
+        try:
+            if not wait([met], _LAST_WORD_S).done:
+                raise GroupBroken(
+                    self.rank,
+                    "the meeting",
+                    f"{self._lost}; see the other ranks' logs, and NCCL's with NCCL_DEBUG=INFO",
+                )
+            return met.result()
+        except BaseException:
+            self.close()  # the others need not wait for this rank
+            raise
+        finally:
+            watch.settle()
 
     def _lose(self, why: str) -> None:
         """The watch's word. Steps are still heard of: the last may say that the group ends as it should."""

@@ -2,8 +2,8 @@
 
 Where collectives run on a device, a rank that is gone leaves the others' devices waiting, and their hosts with them; no
 collective of theirs is timed. The threads meet five times a second over connections of their own. When one does not
-come (its process has ended, stands still, or has left the group), or when this rank's step is not over in time, `lost`
-is called, once, in the thread.
+come (its process has ended, stands still, or has left the group), or when what this rank began with them is not over in
+time, `lost` is called, once, in the thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Watch:
 
     def __init__(self, gloo: Gloo, size: int, lost: Callable[[str], None]) -> None:
         self._gloo, self._size, self._lost = gloo, size, lost
-        self._due_s: float | None = None
+        self._due: tuple[float, str] | None = None  # and what it is that was not over by then
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="group-watch", daemon=True)
         self._thread.start()
@@ -33,13 +33,13 @@ class Watch:
         """How long a rank may take to come."""
         self._gloo.limit(timeout_s)
 
-    def expect(self, within_s: float) -> None:
-        """A step begins, and is over by then."""
-        self._due_s = time.monotonic() + within_s
+    def expect(self, what: str, within_s: float) -> None:
+        """It begins, and is over by then."""
+        self._due = time.monotonic() + within_s, f"{what} is not over within {within_s:g} s"
 
     def settle(self) -> None:
-        """The step is over."""
-        self._due_s = None
+        """It is over."""
+        self._due = None
 
     def abort(self) -> None:
         """Leave, which the others' see at once. Idempotent, from any thread."""
@@ -54,8 +54,8 @@ class Watch:
                 self._gloo.gather(own, others)
             except RuntimeError as error:
                 why = str(error).partition("\n")[0]
-            due_s = self._due_s
-            if due_s is not None and time.monotonic() > due_s:
-                why = "the device has not computed the step in time"
+            due = self._due
+            if due is not None and time.monotonic() > due[0]:
+                why = due[1]
         if not self._ended.is_set():
             self._lost(why)
