@@ -50,7 +50,7 @@ from workers.group.ranks import GroupRanks
 from workers.group.streams import streams_to_others
 from workers.group.work import OwnWork, SharedWork, StepWork
 from workers.limits import EngineLimits
-from workers.memory import memory_of
+from workers.memory import memory_of, no_room
 from workers.models.decoder import Decoder
 from workers.models.errors import CheckpointError
 from workers.models.load import load_config, load_decoder
@@ -215,7 +215,7 @@ class Ground:
 
 def lay_ground(config: WorkerConfig, models: Models) -> Ground:
     """Raises ModelMismatch for a budget that cannot start."""
-    decoder, drafter, backend = models.decoder, models.drafter, models.backend
+    decoder, drafter = models.decoder, models.drafter
     target_geometry = _geometry(
         config, decoder.config.num_layers, decoder.heads.num_kv_heads, decoder.config.head_dim
     )
@@ -244,11 +244,11 @@ def lay_ground(config: WorkerConfig, models: Models) -> Ground:
     except LayoutRefused as error:
         raise ModelMismatch(str(error), field="draft_kv") from error
     working = _working_set(config, models, demand)
-    plan = _page_plan(config, demand, backend, working)
+    plan = _page_plan(config, demand, models.backend, working)
     if models.ranks is not None:
         num_target_pages, num_draft_pages = models.ranks.least([plan.num_target_pages, plan.num_draft_pages])
         plan = plan_from_pages(demand, num_target_pages=num_target_pages, num_draft_pages=num_draft_pages)
-    return Ground(demand, plan, _memory(demand, plan, decoder.dtype, backend.device), working)
+    return Ground(demand, plan, _memory(config, models, demand, plan, working), working)
 
 
 def build(config: WorkerConfig, models: Models, make_port: MakePort | None = None) -> Assembly:
@@ -409,14 +409,25 @@ def _policy(
     )
 
 
-def _memory(demand: KvDemand, plan: PagePlan, dtype: torch.dtype, device: torch.device) -> _Memory:
-    pages = plan.num_target_pages
+def _memory(
+    config: WorkerConfig, models: Models, demand: KvDemand, plan: PagePlan, working: WorkingSet
+) -> _Memory:
+    """Raises ModelMismatch where there is no room."""
+    device, working_bytes = models.backend.device, models.backend.working_bytes(working)
+    free_bytes = memory_of(device).free
+    if plan.total_bytes + working_bytes > free_bytes:
+        raise no_room(plan, working_bytes, free_bytes, config.kv)
+
+    def storage(geometry: KvGeometry, num_pages: int, appended: KvGeometry | None = None) -> KvStorage:
+        try:
+            return KvStorage(geometry, num_pages, models.decoder.dtype, device, appended=appended)
+        except RuntimeError as error:  # another process was faster, or this one may not have so much
+            raise no_room(plan, working_bytes, memory_of(device).free, config.kv) from error
+
     if demand.unified:
-        return _Memory(KvStorage(demand.target, pages, dtype, device, appended=demand.draft), None)
-    draft = None
-    if demand.draft is not None:
-        draft = KvStorage(demand.draft, plan.num_draft_pages, dtype, device)
-    return _Memory(KvStorage(demand.target, pages, dtype, device), draft)
+        return _Memory(storage(demand.target, plan.num_target_pages, demand.draft), None)
+    draft = storage(demand.draft, plan.num_draft_pages) if demand.draft is not None else None
+    return _Memory(storage(demand.target, plan.num_target_pages), draft)
 
 
 def _working_set(config: WorkerConfig, models: Models, demand: KvDemand) -> WorkingSet:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import assert_never
 
 import torch
 
+from kvmanager.budget import PagePlan
+from workers.config import EveryRequestFits, FixedPages, KvBudget, MemoryFraction
 from workers.errors import ModelMismatch
 
 _MEMINFO = Path("/proc/meminfo")
+_GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,4 +44,35 @@ def free_memory_bytes() -> int:
         name, _, value = line.partition(":")
         if name == "MemAvailable":
             return int(value.split()[0]) * 1024
-    raise ModelMismatch(f"{_MEMINFO} does not say MemAvailable: give kv.num_target_pages instead", field="kv")
+    raise ModelMismatch(f"{_MEMINFO} does not say MemAvailable, as Linux does since 3.14", field="kv")
+
+
+def no_room(plan: PagePlan, working_bytes: int, free_bytes: int, asked: KvBudget) -> ModelMismatch:
+    """What is short where the pools that were asked for find no room, and what to ask instead."""
+    need_bytes = plan.total_bytes + working_bytes
+    match asked:
+        case FixedPages(num_target_pages=pages):
+            remedy = f"lower num_kv_pages (--kv-pages), which is {pages}"
+        case EveryRequestFits():
+            remedy = "lower max_batch or max_seq_len, or give num_kv_pages or memory_fraction"
+        case MemoryFraction(fraction=fraction):
+            remedy = f"lower memory_fraction, which is {fraction:g}"
+        case _:
+            assert_never(asked)
+    parts = {
+        f"{plan.num_target_pages} target pages": plan.target_bytes,
+        f"{plan.num_draft_pages} draft pages" if plan.num_draft_pages else "draft layers": plan.draft_bytes,
+        "tables and staging": plan.table_bytes + plan.staging_bytes,
+        "computing": working_bytes,
+    }
+    account = ", ".join(f"{_gib(size)} for {what}" for what, size in parts.items() if size)
+    found = f"{_gib(free_bytes)} GiB are free"
+    if free_bytes >= need_bytes:  # and yet it was not given
+        found += ", of which this process may not have so much"
+    return ModelMismatch(
+        f"the KV pools need {_gib(need_bytes)} GiB of memory ({account}), and {found}: {remedy}", field="kv"
+    )
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / _GIB:.2f}"

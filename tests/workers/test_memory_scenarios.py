@@ -8,13 +8,13 @@ import pytest
 from kvmanager.layout import DraftKv
 from tests.workers.split_pair import Outcome, SplitPair, config, run_aggregated
 from workers import memory as memory_module
-from workers.assembly import Models, build
-from workers.config import MemoryFraction, WorkerConfig
+from workers.assembly import Models, build, lay_ground
+from workers.config import EveryRequestFits, FixedPages, KvBudget, MemoryFraction, WorkerConfig
 from workers.errors import ModelMismatch
 from workers.request import Role, SamplingParams
 
 PAGE = 16
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 FORMS = ["mirrored", "unified"]
 
 
@@ -125,3 +125,37 @@ def test_s44_a_budget_that_cannot_start_says_so_with_its_numbers(
     with pytest.raises(ModelMismatch, match="the KV budget is 32768 B") as caught:
         build(asked, models)
     assert caught.value.field == "kv"
+
+
+@pytest.mark.parametrize("draft_kv", FORMS)
+@pytest.mark.parametrize(
+    ("kv", "remedy"),
+    [
+        (FixedPages(num_target_pages=1000), r"lower num_kv_pages \(--kv-pages\), which is 1000$"),
+        (EveryRequestFits(), "lower max_batch or max_seq_len, or give num_kv_pages or memory_fraction$"),
+    ],
+    ids=["pages", "every request fits"],
+)
+def test_pools_beyond_memory_are_refused_with_their_size_and_what_to_lower(
+    models: Models, monkeypatch: pytest.MonkeyPatch, draft_kv: DraftKv, kv: KvBudget, remedy: str
+) -> None:
+    asked = msgspec.structs.replace(config("aggregated", draft_kv=draft_kv, max_batch=4), kv=kv)
+    ground = lay_ground(asked, models)
+    need = ground.plan.total_bytes
+    monkeypatch.setattr(memory_module, "free_memory_bytes", lambda: need)
+    lay_ground(asked, models)  # just fits
+    monkeypatch.setattr(memory_module, "free_memory_bytes", lambda: need - 1)
+    said = rf"the KV pools need {need / GIB:.2f} GiB .* target pages.* {(need - 1) / GIB:.2f} GiB are free: "
+    with pytest.raises(ModelMismatch, match=said + remedy) as caught:
+        lay_ground(asked, models)
+    assert caught.value.field == "kv"
+
+
+def test_memory_that_is_free_and_not_given_is_refused_alike(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_module, "free_memory_bytes", lambda: 1 << 60)
+    asked = msgspec.structs.replace(config("aggregated"), kv=FixedPages(num_target_pages=1 << 36))
+    with pytest.raises(ModelMismatch, match=r"may not have so much: lower num_kv_pages") as caught:
+        lay_ground(asked, models)
+    assert "allocate" in str(caught.value.__cause__)
