@@ -7,6 +7,9 @@ rotation. Sums are taken in float32, results rounded once.
 Each kernel reads its inputs before it writes, and writes to memory of its own: a program may read what another
 program owns. Kernels are compiled when first called, and nothing here synchronises with the host.
 
+Rows may lie any stride apart where a caller may hand over some of a tensor's rows: a block's one drafting slot is a
+view of every W-th row. A product's own output is contiguous.
+
 Shapes: T tokens, H hidden size, I intermediate size, N heads of a projection, D head_dim (a power of two).
 """
 
@@ -37,12 +40,23 @@ def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, x_stride, size, eps, BLOCK: tl.
 
 
 @triton.jit
-def _add_rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, size, eps, BLOCK: tl.constexpr):
+def _add_rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    total_ptr,
+    x_stride,
+    residual_stride,
+    size,
+    eps,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
-    x = tl.load(x_ptr + row * size + columns, mask=inside, other=0.0).to(tl.float32)
-    residual = tl.load(residual_ptr + row * size + columns, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    residual = tl.load(residual_ptr + row * residual_stride + columns, mask=inside, other=0.0).to(tl.float32)
     # The norm is that of the sum as stored, so that it does not depend on who computed the sum.
     total = (x + residual).to(total_ptr.dtype.element_ty)
     tl.store(total_ptr + row * size + columns, total, mask=inside)
@@ -164,10 +178,19 @@ class FusedOps:
     def add_rms_norm(
         self, x_TH: Tensor, residual_TH: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        size = x_TH.shape[-1]
-        normed_TH, total_TH = torch.empty_like(x_TH), torch.empty_like(x_TH)
-        _add_rms_norm_kernel[(x_TH.shape[0],)](
-            x_TH, residual_TH, weight, normed_TH, total_TH, size, eps, **_row(size)
+        num_tokens, size = x_TH.shape
+        normed_TH, total_TH = torch.empty((2, num_tokens, size), dtype=x_TH.dtype, device=x_TH.device)
+        _add_rms_norm_kernel[(num_tokens,)](
+            x_TH,
+            residual_TH,
+            weight,
+            normed_TH,
+            total_TH,
+            x_TH.stride(0),
+            residual_TH.stride(0),
+            size,
+            eps,
+            **_row(size),
         )
         return normed_TH, total_TH
 
