@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import Enum
 
+from cluster.readiness import stood_still_s
 from cluster.worker_client import WorkerClient, WorkerUnreachable
 from kvmanager.ids import RequestId
 from workers.errors import WorkerRefused
@@ -44,7 +45,9 @@ class WorkerAddress:
 
 @dataclass(frozen=True)
 class LinkTimes:
-    """A worker whose heartbeat takes longer than `heartbeat_timeout_s` is suspect."""
+    """A worker whose heartbeat takes longer than `heartbeat_timeout_s` is suspect; one whose engine stands still for
+    longer is sent new requests only where nobody else can take them.
+    """
 
     heartbeat_interval_s: float = 1.0
     heartbeat_timeout_s: float = 10.0
@@ -88,6 +91,14 @@ class WorkerLink:
     def trusted(self) -> bool:
         """Whether new requests may go there."""
         return self.state is LinkState.READY and not self.doubted
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether it said last that it has requests and does nothing about them."""
+        stats = self.stats
+        if stats is None or stats.running + stats.waiting == 0:
+            return False
+        return stood_still_s(stats) > self._times.heartbeat_timeout_s
 
     def doubt(self) -> None:
         """A call got no answer, or the answer of a broken engine: nothing new goes there until a heartbeat is well."""

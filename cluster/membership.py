@@ -250,6 +250,7 @@ def _snapshot(link: WorkerLink, facts: WorkerFacts) -> WorkerSnapshot:
         role=link.worker.role,
         ready=link.trusted,
         draining=link.draining,
+        stands_still=link.stands_still,
         epoch=facts.epoch,
         live=len(link.live),
         others=link.others,

@@ -2,7 +2,8 @@
 
 A snapshot is what the gateway believes of a worker right now: its last heartbeat, and how many of this gateway's own
 requests it holds (known without delay). Only ready workers are chosen, and a context worker only together with a
-generation worker it has shaken hands with. Workers that broke an earlier run of the request come last.
+generation worker it has shaken hands with. Workers that broke an earlier run of the request come last, and so do those
+that stand still: they may move again, and if not, their requests are run again elsewhere once they are replaced.
 
 A generation worker holds a request for most of its life: the first choice is one that has room for it now, then the
 least loaded. A context worker holds it for its prompt alone. Either goes by what the workers are known to have of the
@@ -50,6 +51,7 @@ class WorkerSnapshot:
     num_slots: int = 0
     page_size: int = 0
     draining: bool = False
+    stands_still: bool = False
 
     @property
     def open(self) -> bool:
@@ -197,7 +199,7 @@ def _in_order(generations: list[WorkerSnapshot], errand: Errand) -> list[WorkerS
     near = [
         worker
         for worker in _near(order)
-        if (worker.name in errand.avoid) == (first.name in errand.avoid)
+        if _is_last_resort(worker, errand) == _is_last_resort(first, errand)
         and worker.has_room(errand.num_tokens) == first.has_room(errand.num_tokens)
     ]
     if not near:
@@ -209,7 +211,7 @@ def _in_order(generations: list[WorkerSnapshot], errand: Errand) -> list[WorkerS
 
 
 def _context_for(partners: list[WorkerSnapshot], errand: Errand) -> WorkerSnapshot:
-    trusted = [worker for worker in partners if worker.name not in errand.avoid] or partners
+    trusted = [worker for worker in partners if not _is_last_resort(worker, errand)] or partners
     near = _near(trusted)
     most = max(_known(worker, errand) for worker in near)
     if not errand.prefix:
@@ -229,6 +231,10 @@ def _near(workers: list[WorkerSnapshot]) -> list[WorkerSnapshot]:
     return [worker for worker in workers if worker.load <= least + AFFINITY_SLACK]
 
 
+def _is_last_resort(worker: WorkerSnapshot, errand: Errand) -> bool:
+    return worker.stands_still or worker.name in errand.avoid
+
+
 def _known(worker: WorkerSnapshot, errand: Errand) -> int:
     return errand.known_tokens.get(worker.name, 0)
 
@@ -240,7 +246,7 @@ def _affinity(name: str, prefix: bytes) -> bytes:
 def _decoding_order(worker: WorkerSnapshot, errand: Errand) -> tuple[bool, bool, int, int, str]:
     # The name makes the choice repeatable.
     return (
-        worker.name in errand.avoid,
+        _is_last_resort(worker, errand),
         not worker.has_room(errand.num_tokens),
         worker.load,
         -worker.free_pages,

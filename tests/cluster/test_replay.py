@@ -374,6 +374,23 @@ async def test_a_worker_that_does_not_answer_a_call_gets_no_more_until_it_beats(
     await until(lambda: link.trusted)
 
 
+async def test_a_worker_whose_engine_stands_still_gets_no_more_while_another_moves(
+    two_of_each: FakeCluster,
+) -> None:
+    """Its supervisor is to end it, much later; until then it looks alive and less loaded than the other."""
+    await two_of_each.client.complete(PROMPT, max_tokens=2)
+    used = {name for name, host in two_of_each.hosts.items() if host.seen}
+    for name, host in two_of_each.hosts.items():
+        still = {"running": 1, "last_progress_age_s": 11.0}
+        host.stats_change = still if name in used else {"running": 5}
+        await two_of_each.gateway._membership.links[name].refresh()
+    for _ in range(4):
+        await two_of_each.client.complete(PROMPT, max_tokens=2)
+    assert {name: len(host.seen) for name, host in two_of_each.hosts.items()} == {
+        name: 1 if name in used else 4 for name in two_of_each.hosts
+    }
+
+
 async def test_a_broken_engine_does_not_use_up_the_runs_of_its_requests(start_cluster: StartCluster) -> None:
     """Until it is replaced its worker still answers, and every answer is a failure."""
     cluster = await start_cluster(

@@ -111,6 +111,17 @@ def test_a_worker_that_broke_the_request_is_the_last_choice_but_still_a_choice()
     assert choose_split([workers[0], workers[2]], everyone, broke) == SplitRoute("c1", "g1")
 
 
+def test_workers_that_stand_still_are_the_last_choice_but_still_a_choice() -> None:
+    workers = [worker(name, "context", live) for name, live in (("c1", 0), ("c2", 5))]
+    workers += [worker(name, "generation", live) for name, live in (("g1", 0), ("g2", 5))]
+    everyone = pairs("c1g1", "c1g2", "c2g1", "c2g2")
+    known = Errand(known_tokens={"c1": 640, "g1": 640}, home="g1")
+    assert choose_split(workers, everyone, known) == SplitRoute("c1", "g1")
+    still = [replace(each, stands_still=each.name in ("c1", "g1")) for each in workers]
+    assert choose_split(still, everyone, known) == SplitRoute("c2", "g2")
+    assert choose_split([still[0], still[2]], everyone, known) == SplitRoute("c1", "g1")
+
+
 def contexts(*loads: int) -> list[WorkerSnapshot]:
     return [worker(f"c{number}", "context", load) for number, load in enumerate(loads)]
 
