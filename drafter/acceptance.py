@@ -21,6 +21,7 @@ _PRIOR_HAZARD = 0.7  # of position 1 before anything was seen: hopeful, so that 
 _LONG_WEIGHT = 4.0  # trials of the long counts that the late ones count against
 _PRIOR_WEIGHT = 2.0  # trials of the prior that the long counts count against
 _LATE_MEMORY = 0.95  # of a step after one more: about the last 20 count
+_UNTRIED_MEMORY = 0.98  # of a late step after one that drafted nothing: it did not show that text has changed
 _LONG_MEMORY = 0.995
 
 
@@ -29,11 +30,11 @@ class AcceptanceBook:
 
     def __init__(self, max_draft_tokens: int) -> None:
         self._max_draft_tokens = max_draft_tokens
-        self._late = _Trials(max_draft_tokens, _LATE_MEMORY)
-        self._long = _Trials(max_draft_tokens, _LONG_MEMORY)
+        self._late = _Trials(max_draft_tokens)
+        self._long = _Trials(max_draft_tokens)
 
-    def observe(self, num_draft: int, accepted: Sequence[int]) -> None:
-        """One step: of every request's `num_draft` drafts, how many were accepted.
+    def observe(self, num_draft: int, accepted: Sequence[int], steps: int = 1) -> None:
+        """Steps of one kind: of every request's `num_draft` drafts, how many were accepted.
 
         Raises ValueError when one of them is not in 0 .. num_draft.
         """
@@ -43,15 +44,13 @@ class AcceptanceBook:
             raise ValueError(
                 f"accepted {list(accepted)} of {num_draft} drafts, at most {self._max_draft_tokens}"
             )
-        if num_draft == 0:
-            return
         counts = [0] * (num_draft + 1)
         for each in accepted:
             counts[each] += 1
         # At least j were accepted of so many blocks, j = 0 .. num_draft: these tried position j + 1.
         reached = [*accumulate(reversed(counts))][::-1]
-        for trials in (self._late, self._long):
-            trials.add(reached)
+        self._late.add(reached, (_LATE_MEMORY if num_draft else _UNTRIED_MEMORY) ** steps)
+        self._long.add(reached, _LONG_MEMORY**steps)
 
     def forget(self, share: float) -> None:
         """So much of the live requests has ended; what they showed for long is kept."""
@@ -78,17 +77,16 @@ def hoped_tokens(num_draft: int) -> float:
 class _Trials:
     """Fading counts of trials and successes of each block position."""
 
-    def __init__(self, num_positions: int, memory: float) -> None:
-        self._memory = memory
+    def __init__(self, num_positions: int) -> None:
         self.trials = [0.0] * num_positions
         self.successes = [0.0] * num_positions
 
-    def add(self, reached: Sequence[int]) -> None:
-        """`reached[j]`: of how many blocks at least j drafts were accepted.
+    def add(self, reached: Sequence[int], memory: float) -> None:
+        """`reached[j]`: of how many blocks at least j drafts were accepted. `memory`: of what was counted before.
 
         What is not tried fades all the same, so that it is taken for as good as what is, and tried again.
         """
-        self.fade(self._memory)
+        self.fade(memory)
         for position, (tried, succeeded) in enumerate(pairwise(reached)):
             self.trials[position] += tried
             self.successes[position] += succeeded

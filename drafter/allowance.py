@@ -25,10 +25,6 @@ class Allowance:
         self._seconds -= charge_s
         return True
 
-    def settle(self, charge_s: float, lost_s: float) -> None:
-        """A probe that was charged `charge_s` lost so much; what it gained, less than nothing."""
-        self._seconds += charge_s - lost_s
-
 
 class Balance:
     """Recent steps against target-only decoding: fading sums of the time each would have taken and took."""

@@ -2,21 +2,17 @@
 
 A block pays only when the tokens it yields outweigh what drafting and the wider verification cost, and both
 differ by machine, batch and text. So the policy divides expected tokens (`drafter.acceptance`) by measured
-seconds (`drafter.row_costs`) and picks the best number, with three precautions:
+seconds (`drafter.width_costs`) and picks the best number, with two precautions:
 
-* Exploration. Estimates of what is not being done go stale: acceptance while nothing is drafted, the plain
-  decode step while everything is. Probes refresh them, paid from an allowance that grows with the time spent
-  and is charged what the probe is expected to lose, so hopeless ones are rare. Plain steps grow rare: each wait for
-  one is twice the last.
+* Exploration. Of each batch a few widths are measured before anything is chosen. Later, estimates of what is not being
+  done go stale: acceptance while nothing is drafted, costs of other widths. Probes refresh them; each waits twice as
+  long as the last one, or longer if that lost much, and one that paid is followed by another at once.
 * Hysteresis. A different number must promise more than the present one.
-* A guard. Time and tokens of recent steps are compared with what target-only decoding would have taken. When
-  the balance falls behind by more than a little, nothing is drafted until it has recovered, whatever the
-  estimates say. Probes are paid for already, and left out.
 
 This is for steps that verify all they draft, of every request the same number, as captured graphs do. Where a drafter
 says how sure it is of each draft and a step can verify some of them, `drafter.confident` decides. Between two steps the
-device waits for it, so it does little: one number for the batch needs no look at each request, and most steps go on
-with what was chosen before.
+device waits for the policy, so it does next to nothing: a stretch of steps goes on with one number, and what these
+steps did is looked at when the stretch is over.
 
 Pure: it is told durations and outcomes, and holds no clock.
 """
@@ -24,29 +20,18 @@ Pure: it is told durations and outcomes, and holds no clock.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from drafter.acceptance import AcceptanceBook, hoped_tokens
-from drafter.allowance import Allowance, Balance
-from drafter.row_costs import RowCosts
+from drafter.width_costs import WidthCosts, size_class
 from kvmanager.ids import RequestId
 
 PolicyMode = Literal["full", "adaptive"]
 
-_FIRST_BLOCKS, _FIRST_PLAIN = 4, 2  # full blocks and plain steps measured before anything is chosen
-_LEAST_CHARGE = 0.1  # of a probe's time: its expected loss is an estimate too
 _SWITCH_GAIN = 1.01
-_START_GAIN = (
-    1.04  # to begin drafting from plain decoding, where the best of many noisy estimates looks too good
-)
-_FIRST_INTERVAL, _LARGEST_INTERVAL = 32, 128  # steps between plain ones; each is twice the last
-_LEARNING_STEPS, _LOOK_EVERY = (
-    64,
-    4,
-)  # from then on only every so many steps, unless the batch changes, are looked at
-_TELLING_BATCH = (
-    4  # requests of which one probe shows as much as is needed: larger batches need no more of them
-)
+_LONGEST_STRETCH = 8  # steps that draft alike: one after a change of mind, and then twice as many each time
+_FIRST_INTERVAL, _LARGEST_INTERVAL = 32, 256  # steps between probes; each is twice the last
 
 
 class DraftingPolicy(Protocol):
@@ -71,10 +56,32 @@ class DraftingPolicy(Protocol):
     def observe_cost(
         self, batch_size: int, num_draft: int, draft_s: float, verify_s: float, num_verified: int
     ) -> None:
-        """One step's durations; `draft_s` is ignored when nothing was drafted. `num_verified`: drafts of all."""
+        """One step's durations: drafting, which is ignored when nothing was drafted, and all the rest of it.
+
+        `num_verified`: drafts of all.
+        """
 
     def forget(self, request: RequestId) -> None:
         """Drop what is known of a request that has ended."""
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """Steps in a row, of batches of one size class, that draft alike.
+
+    `steps_s`: of those that are done. `accepted`: in them, of every request.
+    """
+
+    batch_size: int = 1
+    num_draft: int = 0
+    steps: int = 0
+    probes: bool = False
+    steps_s: list[float] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+
+    def holds(self, batch_size: int) -> bool:
+        """Whether steps of that batch may be part of it."""
+        return batch_size == self.batch_size or size_class(batch_size) == size_class(self.batch_size)
 
 
 class BlockLengthPolicy:
@@ -98,51 +105,31 @@ class BlockLengthPolicy:
             raise ValueError(f"draft tokens {mode} is negative")
         self._max = max_draft_tokens
         fixed = {"full": max_draft_tokens, "adaptive": None}.get(mode) if isinstance(mode, str) else mode
-        self._fixed = None if fixed is None else min(fixed, max_draft_tokens)
+        self._fixed = None if fixed is None and max_draft_tokens else min(fixed or 0, max_draft_tokens)
+        self._widths = [num_rows(1, num_draft) // num_rows(1, 0) for num_draft in range(max_draft_tokens + 1)]
+        # Of those of one width, which cost the same, only the largest are worth choosing.
+        self._choices = sorted({width: number for number, width in enumerate(self._widths)}.values())
+        self._measured = [k for k in self._choices if (k + 1).bit_count() == 1 or k == max_draft_tokens]
         self._book = AcceptanceBook(max_draft_tokens)
-        self._num_rows = num_rows
-        self._costs = RowCosts(stepped=False)
-        self._current: dict[int, int] = {}  # batch, padded as steps are -> number chosen last
-        self._padded = 0
+        self._costs = WidthCosts()
+        self._current, self._longest = self._choices[-1], 1
+        self._stretch = _Stretch()
         self._steps = 0
-        self._looking = True
-        self._first = {0: 0, self._max: 0}  # of each, how often it was measured
-        self._plain_ago = 0  # steps since the last one without drafts
-        self._plain_every = _FIRST_INTERVAL
-        self._allowance = Allowance()
-        self._balance = Balance()
-        self._probing = False
-        self._charge_s = 0.0  # of the step under way, when it is a probe
+        self._probe_at = self._interval = _FIRST_INTERVAL
+        self._probed = 0  # how many probes there were
         self._live: Sequence[RequestId] = ()
         self._accepted: list[int] = []  # of the step under way
 
     def choose(self, batch_size: int, requests: Sequence[RequestId]) -> int:
         """Drafts per request, 0 .. max_draft_tokens, for the next step of this batch."""
-        if self._fixed is not None or self._max == 0:
-            return self._fixed or 0
+        if self._fixed is not None:
+            return self._fixed
         self._live = requests
-        padded = self._num_rows(batch_size, 0)
-        changed, self._padded = padded != self._padded, padded
-        self._looking = (
-            changed or self._probing or self._steps < _LEARNING_STEPS or self._steps % _LOOK_EVERY == 0
-        )
-        if not self._looking:
-            return self._current[padded]
-        self._probing, self._charge_s = True, 0.0
-        first = self._first_measurement()
-        if first is not None:
-            return first
-        costs_s = self._steps_s(batch_size)
-        rates = [
-            tokens / step_s for tokens, step_s in zip(self._book.expected_tokens(), costs_s, strict=True)
-        ]
-        best = 0 if self._balance.behind else self._best(batch_size, rates)
-        probe = None if self._balance.behind else self._probe(best, rates, costs_s)
-        if probe is not None:
-            return probe
-        self._probing = False
-        self._current[padded] = best
-        return best
+        stretch = self._stretch
+        if len(stretch.steps_s) >= stretch.steps or not stretch.holds(batch_size):
+            self._look_back()
+            stretch = self._stretch = self._next(batch_size)
+        return stretch.num_draft
 
     def possible(self) -> range:
         """What `choose` may answer, ascending."""
@@ -163,29 +150,13 @@ class BlockLengthPolicy:
         accepted, self._accepted = self._accepted, []
         if self._fixed is not None:
             return
-        self._book.observe(num_draft, accepted)
-        self._steps += 1
-        if self._looking:
-            padded = self._num_rows(batch_size, 0)
-            self._costs.observe_verify(padded, self._num_rows(batch_size, num_draft), verify_s)
-            if num_draft:
-                self._costs.observe_draft(padded, num_draft, draft_s)
-        if num_draft in self._first:
-            self._first[num_draft] += 1
-        self._plain_ago += 1
-        if num_draft == 0:
-            if self._plain_ago >= self._plain_every:
-                self._plain_every = min(2 * self._plain_every, _LARGEST_INTERVAL)
-            self._plain_ago = 0
-        step_s = verify_s + (draft_s if num_draft else 0.0)
-        plain_s = self._step_s(batch_size, 0)
-        self._allowance.earn(step_s / min(batch_size, _TELLING_BATCH), plain_s)
-        saved_s = (sum(accepted) / batch_size + 1) * plain_s  # that target-only decoding would have taken
-        if not self._probing:
-            self._balance.add(saved_s, step_s if num_draft else plain_s)
-        elif num_draft and self._charge_s:
-            # By the cost that is known by now, for one quick step proves nothing.
-            self._allowance.settle(self._charge_s, self._step_s(batch_size, num_draft) - saved_s)
+        step_s = verify_s + draft_s if num_draft else verify_s
+        stretch = self._stretch
+        if stretch.num_draft == num_draft and stretch.holds(batch_size):
+            stretch.steps_s.append(step_s)
+            stretch.accepted += accepted
+        else:  # requests that named their own number
+            self._learn(batch_size, num_draft, [step_s], accepted)
 
     def forget(self, request: RequestId) -> None:
         """Drop what is known of a request that has ended."""
@@ -193,42 +164,56 @@ class BlockLengthPolicy:
             self._book.forget(1 / len(self._live))
             self._live = [live for live in self._live if live != request]
 
-    def _first_measurement(self) -> int | None:
-        """A number to measure before choosing makes sense: the full block and the plain step, in turns."""
-        full, plain = self._first[self._max], self._first[0]
-        if full >= _FIRST_BLOCKS and plain >= _FIRST_PLAIN:
-            return None
-        return self._max if full <= plain or plain >= _FIRST_PLAIN else 0
+    def _look_back(self) -> None:
+        """Learn from the stretch that is over."""
+        stretch = self._stretch
+        if not stretch.steps_s:
+            return
+        self._learn(stretch.batch_size, stretch.num_draft, stretch.steps_s, stretch.accepted)
+        self._steps += len(stretch.steps_s)
+        if not stretch.probes:
+            return
+        current_s = self._step_s(stretch.batch_size, self._current)
+        tokens = sum(stretch.accepted) / len(stretch.accepted) + 1
+        replaced_steps = tokens / self._book.expected_tokens()[self._current]
+        lost_steps = self._step_s(stretch.batch_size, stretch.num_draft) / current_s - replaced_steps
+        if lost_steps < 0:
+            self._interval, self._probe_at = _FIRST_INTERVAL, self._steps
+        else:
+            self._interval = min(2 * self._interval, _LARGEST_INTERVAL)
+            self._probe_at = self._steps + int(self._interval * max(lost_steps, 1.0))
+
+    def _learn(self, batch_size: int, num_draft: int, steps_s: list[float], accepted: list[int]) -> None:
+        self._book.observe(num_draft, accepted, len(steps_s))
+        self._costs.observe(batch_size, self._widths[num_draft], steps_s)
+
+    def _next(self, batch_size: int) -> _Stretch:
+        unknown = [k for k in self._measured if not self._costs.known(batch_size, self._widths[k])]
+        if unknown:
+            others = [
+                k for k in self._measured if k != self._stretch.num_draft
+            ]  # a step tells nothing beside its like
+            _, number = min((self._costs.times(batch_size, self._widths[k]), -k) for k in others)
+            return _Stretch(batch_size, -number, 1)
+        tokens = self._book.expected_tokens()
+        rates = {number: tokens[number] / self._step_s(batch_size, number) for number in self._choices}
+        best = max(rates, key=rates.__getitem__)
+        self._longest = min(2 * self._longest, _LONGEST_STRETCH)
+        if rates[best] > rates[self._current] * _SWITCH_GAIN:
+            self._current, self._longest = best, 1
+        if self._steps >= self._probe_at:
+            self._probed += 1
+            return _Stretch(batch_size, self._probe(batch_size), 1, probes=True)
+        return _Stretch(batch_size, self._current, self._longest)
+
+    def _probe(self, batch_size: int) -> int:
+        """A number worth trying for what it teaches."""
+        if self._current == 0:
+            # Nothing is learnt of acceptance, so the number is due that would be best if text were good again.
+            return max(self._choices[1:], key=lambda k: hoped_tokens(k) / self._step_s(batch_size, k))
+        others = [number for number in self._measured if number != self._current]
+        return others[self._probed % len(others)]
 
     def _step_s(self, batch_size: int, num_draft: int) -> float:
         """Expected seconds of a step with so many drafts."""
-        padded = self._num_rows(batch_size, 0)
-        return self._costs.draft_s(padded, num_draft) + self._costs.verify_s(
-            padded, self._num_rows(batch_size, num_draft)
-        )
-
-    def _steps_s(self, batch_size: int) -> list[float]:
-        return [self._step_s(batch_size, num_draft) for num_draft in range(self._max + 1)]
-
-    def _best(self, batch_size: int, rates: list[float]) -> int:
-        best = max(range(len(rates)), key=rates.__getitem__)
-        current = self._current.get(self._num_rows(batch_size, 0), best)
-        gain = _START_GAIN if current == 0 else _SWITCH_GAIN
-        return best if rates[best] > rates[current] * gain else current
-
-    def _probe(self, best: int, rates: list[float], costs_s: list[float]) -> int | None:
-        """A number worth trying for what it teaches, when the allowance covers its expected loss."""
-        candidate = None
-        if best == 0:
-            # While nothing is drafted nothing is learnt of acceptance, so the number that would be best if text
-            # were good again is always due.
-            candidate = max(range(1, len(rates)), key=lambda k: hoped_tokens(k) / costs_s[k])
-        elif self._plain_ago >= self._plain_every:
-            candidate = 0
-        if candidate is None:
-            return None
-        charge_s = max(1 - rates[candidate] / rates[best], _LEAST_CHARGE) * costs_s[candidate]
-        if not self._allowance.pay(charge_s):
-            return None
-        self._charge_s = charge_s
-        return candidate
+        return self._costs.step_s(batch_size, self._widths[num_draft])

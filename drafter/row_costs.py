@@ -42,9 +42,7 @@ _ROW_FEATURES = [tuple(float(rows >= row) for row in range(2, _STEPS + 1)) for r
 class RowCosts:
     """Expected seconds of steps. Before the first measurement in arbitrary but consistent units."""
 
-    def __init__(self, *, stepped: bool = True) -> None:
-        """`stepped`: whether few rows have steps; steps that are rounded up to graphs of few sizes need none."""
-        self._stepped = stepped
+    def __init__(self) -> None:
         self._verify = _Fit(_VERIFY_PRIOR, _VERIFY_TRUST)
         self._draft = _Fit(_DRAFT_PRIOR, _DRAFT_TRUST)
         self._unit_s = 0.0  # of a lone plain step, from the first measurement; 0 until there is one
@@ -57,7 +55,7 @@ class RowCosts:
 
     def observe_verify(self, batch_size: int, num_tokens: int, seconds: float) -> None:
         """`num_tokens`: of the whole batch, the token that a request decodes anyway included."""
-        features = _verify_features(batch_size, num_tokens, self._stepped)
+        features = _verify_features(batch_size, num_tokens)
         if not self._unit_s:
             self._unit_s = seconds / self._verify.at(features)
         self._observe(self._verify, features, seconds)
@@ -67,7 +65,7 @@ class RowCosts:
         self._observe(self._draft, _draft_features(batch_size, num_draft), seconds)
 
     def verify_s(self, batch_size: int, num_tokens: int) -> float:
-        return self._scale * self._verify.at(_verify_features(batch_size, num_tokens, self._stepped))
+        return self._scale * self._verify.at(_verify_features(batch_size, num_tokens))
 
     def draft_s(self, batch_size: int, num_draft: int) -> float:
         if num_draft == 0:
@@ -117,8 +115,8 @@ class _Fit:
         return max(value, _LEAST_SHARE)
 
 
-def _verify_features(batch_size: int, num_tokens: int, stepped: bool) -> tuple[float, ...]:
-    steps = _ROW_FEATURES[min(num_tokens, _STEPS) if stepped else 0]
+def _verify_features(batch_size: int, num_tokens: int) -> tuple[float, ...]:
+    steps = _ROW_FEATURES[min(num_tokens, _STEPS)]
     hinges = (max(num_tokens - hinge, 0) for hinge in _HINGES)
     return 1.0, num_tokens, *hinges, batch_size, *steps
 

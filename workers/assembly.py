@@ -287,6 +287,7 @@ def build(config: WorkerConfig, models: Models, make_port: MakePort | None = Non
         ledger=ledger,
         policy=_policy(drafter, config.draft_tokens, step),
         max_draft_tokens=max_draft_tokens,
+        clock=time.perf_counter,
     )
     engine_limits = EngineLimits(
         vocab_size=decoder.config.vocab_size,

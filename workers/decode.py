@@ -10,6 +10,7 @@ shared noise makes equality likely when sampling too.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from functools import partial
 
@@ -27,7 +28,11 @@ from workers.step import DecodeStep, Trim
 
 
 class DecodeLoop:
-    """Steps a batch of sequences whose prompts are done. `max_draft_tokens`: 0 on a worker without a drafter."""
+    """Steps a batch of sequences whose prompts are done.
+
+    `max_draft_tokens`: 0 on a worker without a drafter. `clock` returns seconds: what a step costs beside drafting is
+    the host's work on it too, which wider steps spread over more tokens.
+    """
 
     def __init__(
         self,
@@ -37,12 +42,14 @@ class DecodeLoop:
         ledger: Ledger,
         policy: DraftingPolicy,
         max_draft_tokens: int,
+        clock: Callable[[], float],
     ) -> None:
         self._step = step
         self._sampler = sampler
         self._ledger = ledger
         self._policy = policy
         self._max_draft_tokens = max_draft_tokens
+        self._clock = clock
         self.decode_steps = 0
         self.decode_tokens = 0
         self.drafted_steps = 0  # those decode steps that verified a draft, and what they emitted
@@ -75,10 +82,11 @@ class DecodeLoop:
         return [output for group in groups.values() for output in self._step_group(group)]
 
     def _step_group(self, group: list[Sequence]) -> list[RequestOutput]:
-        num_draft = self._num_draft(group)
+        began_s = self._clock()
         ids = [s.request_id for s in group]
+        num_draft = self._num_draft(group[0], ids)
         starts = self._ledger.lengths_of(ids)
-        found = self._step.run(group, num_draft, self._trim(group))
+        found = self._step.run(group, num_draft, self._trim(group[0], ids))
         outputs = []
         lengths = []
         verified_each = found.verified or [num_draft] * len(group)
@@ -95,32 +103,34 @@ class DecodeLoop:
                 self.drafted_tokens += kept
             if sequence.drafting:
                 self._policy.observe_acceptance(sequence.request_id, verified, accepted)
-            logprobs = self._logprobs(sequence, found.logits_BWV[row, :kept], tokens)
+            logprobs = self._logprobs(sequence, found.logits_BWV, row, tokens)
             outputs.append(sequence.report(tokens, logprobs))
         self._ledger.commit_all(ids, lengths)
         if group[0].drafting:
-            self._policy.observe_cost(
-                len(group), num_draft, found.draft_s, found.verify_s, sum(verified_each)
-            )
+            rest_s = self._clock() - began_s - found.draft_s
+            self._policy.observe_cost(len(group), num_draft, found.draft_s, rest_s, sum(verified_each))
         return outputs
 
-    def _num_draft(self, group: list[Sequence]) -> int:
-        if not group[0].drafting:
+    def _num_draft(self, first: Sequence, ids: list[RequestId]) -> int:
+        """How many drafts a group makes, whose requests ask for the same."""
+        if not first.drafting:
             return 0
-        asked = group[0].sampling.draft_tokens
+        asked = first.sampling.draft_tokens
         if asked is not None:
             return min(asked, self._max_draft_tokens)
-        return self._policy.choose(len(group), [s.request_id for s in group])
+        return self._policy.choose(len(ids), ids)
 
-    def _trim(self, group: list[Sequence]) -> Trim | None:
+    def _trim(self, first: Sequence, ids: list[RequestId]) -> Trim | None:
         """Who decides how many drafts are verified: nobody when a request asked for a number itself."""
-        asked = group[0].sampling.draft_tokens is not None
-        if not self._policy.trims or not group[0].drafting or asked:
+        if not self._policy.trims or not first.drafting or first.sampling.draft_tokens is not None:
             return None
-        return partial(self._policy.trim, [s.request_id for s in group])
+        return partial(self._policy.trim, ids)
 
-    def _logprobs(self, sequence: Sequence, logits_NV: Tensor, tokens: list[int]) -> list[TokenLogprob]:
+    def _logprobs(
+        self, sequence: Sequence, logits_BWV: Tensor, row: int, tokens: list[int]
+    ) -> list[TokenLogprob]:
         wanted = sequence.sampling.logprobs
         if wanted is None:
             return []
+        logits_NV = logits_BWV[row, : len(tokens)]
         return self._sampler.logprobs(logits_NV, torch.tensor(tokens), [wanted] * len(tokens))

@@ -128,7 +128,7 @@ class Bench:
         if options.cpu_seconds:
             step = engine.decode._step
             assert isinstance(step, EagerStep)
-            step._clock = self._clock
+            step._clock = engine.decode._clock = self._clock
         self._engine = engine
         assert models.drafter is not None
         largest = models.drafter.max_draft_tokens
