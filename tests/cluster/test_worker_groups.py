@@ -219,11 +219,13 @@ SPLIT_LOSSES = [
     Loss("context-0", 1, KILL, False),
     Loss("context-0", 1, STOP, False),
     Loss("context-0", 0, KILL, False),
+    Loss("context-0", 0, STOP, False),
     Loss("generation-0", 1, KILL, False),
     Loss("generation-0", 1, STOP, False),
     Loss("generation-0", 1, KILL, True),
     Loss("generation-0", 1, STOP, True),
     Loss("generation-0", 0, KILL, True),
+    Loss("generation-0", 0, STOP, True),
 ]
 
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from workers.engine import Emitted, Engine
 from workers.errors import EngineFailed
 from workers.group.errors import GroupBroken
 from workers.group.follow import Follower, HeardTables, PoolSize
+from workers.group.gloo import Gloo
 from workers.group.plan import Row, pack_row
 from workers.group.ranks import GroupRanks, Seat
 from workers.host import EngineHost
@@ -128,6 +130,26 @@ def test_the_first_rank_s_own_failure_ends_the_others(tmp_path: Path) -> None:
     with group(2, lambda ranks: load_pair(pair, ranks), CONFIG, errors=left) as assembly:
         assembly.failed()
     assert [type(error).__name__ for error in left] == ["GroupBroken"]
+
+
+@pytest.mark.parametrize("call", ["sum", "least", "gather", "spread"])
+def test_no_call_waits_for_a_rank_that_does_not_come_for_longer_than_it_may(call: str) -> None:
+    """Its connections stay, as those of a process do that stands still."""
+    store, x = dist.HashStore(), torch.ones(3, dtype=torch.int64)
+    with ThreadPoolExecutor(2) as pool:
+        ends = list(pool.map(lambda rank: Gloo(store, rank, 2, address="127.0.0.1", start_s=60.0), range(2)))
+    for end in ends:
+        end.limit(0.3)
+    calls: dict[str, Callable[[], None]] = {
+        "sum": lambda: ends[1].sum(x),
+        "least": lambda: ends[1].least(x),
+        "gather": lambda: ends[1].gather(x, torch.empty(2, 3, dtype=torch.int64)),
+        "spread": lambda: ends[1].spread(x, 0),
+    }
+    with pytest.raises(RuntimeError, match="Timed out waiting 300ms"):
+        calls[call]()
+    for end in ends:
+        end.abort()
 
 
 def test_votes_find_the_rank_that_is_not_where_the_others_are() -> None:
