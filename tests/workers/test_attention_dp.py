@@ -157,14 +157,21 @@ def test_ranks_with_requests_of_their_own_share_the_experts_of_a_mixture(
         assert account(answers(assembly.engine, PROMPTS[:3], SAMPLED)) == account(golden)
 
 
+@pytest.mark.parametrize("apart", [True, False], ids=["all heads", "shares of heads"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_every_rank_allocates_what_the_plan_says_of_one(tmp_path: Path, size: int) -> None:
-    """With all heads of both models, where tensor parallel ranks would have a share."""
-    heads = HEADS | {"num_key_value_heads": 4}
-    pair = write_random_pair(tmp_path, dspark("rnn") | heads, "qwen3", **heads)
+def test_every_rank_allocates_what_the_plan_says_of_one(tmp_path: Path, size: int, apart: bool) -> None:
+    """With all heads of both models, or with a share of them: of four ranks two hold the same head of the target."""
+    heads = {"num_attention_heads": 4, "head_dim": 8}
+    kv_heads = {"target": 2, "drafter": 4}
+    pair = write_random_pair(
+        tmp_path,
+        dspark("rnn") | heads | {"num_key_value_heads": kv_heads["drafter"]},
+        "qwen3",
+        **heads,
+        num_key_value_heads=kv_heads["target"],
+    )
     shapes = [
-        KvShape.from_config(json.loads((tmp_path / part / "config.json").read_text()))
-        for part in ("target", "drafter")
+        KvShape.from_config(json.loads((tmp_path / part / "config.json").read_text())) for part in kv_heads
     ]
     plan = plan_size(
         SizingRequest(
@@ -174,16 +181,22 @@ def test_every_rank_allocates_what_the_plan_says_of_one(tmp_path: Path, size: in
             max_batch=SMALL["max_batch"],
             budget_bytes=1 << 20,
             tensor_parallel=size,
-            attention_dp=True,
+            attention_dp=apart,
             page_size=SMALL["page_size"],
             dtype="float64",
         )
     )
     assert plan.plan is not None
+    held = [count if apart else max(count // size, 1) for count in kv_heads.values()]
+    assert [geometry.num_kv_heads for geometry in plan.demand.geometries] == held
     sizes = SMALL | {"pages": plan.plan.num_target_pages, "max_seq_len": 48}
     followers: list[Follower] = []
-    setting = config("aggregated", attention_dp=True, **sizes)
-    with group(size, loading(pair), setting, change=lambda _, f: followers.append(f)) as assembly:
+    setting = config("aggregated", attention_dp=apart, **sizes)
+
+    def load(ranks: GroupRanks) -> Models:
+        return load_pair(pair, ranks, attention_dp=apart)
+
+    with group(size, load, setting, change=lambda _, f: followers.append(f)) as assembly:
         assembly.beat()
         engine = assembly.engine
         answers(engine, PROMPTS[:1], GREEDY)
@@ -194,12 +207,7 @@ def test_every_rank_allocates_what_the_plan_says_of_one(tmp_path: Path, size: in
         assert (target.geometry, draft.geometry) == plan.demand.geometries
     facts = assembly.facts
     assert facts.kv_bytes_per_token_target + facts.kv_bytes_per_token_draft == plan.demand.bytes_per_token
-    assert plan.demand.bytes_per_token == size * per_token_when_shared(plan.request, size)
-    assert facts.max_batch == size * SMALL["max_batch"]
-
-
-def per_token_when_shared(request: SizingRequest, size: int) -> int:
-    return plan_size(replace(request, attention_dp=False)).demand.bytes_per_token
+    assert facts.max_batch == (size if apart else 1) * SMALL["max_batch"]
 
 
 def test_a_rank_that_fails_at_its_own_requests_ends_the_group(tmp_path: Path) -> None:
