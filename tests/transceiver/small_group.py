@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -11,6 +12,7 @@ import numpy.typing as npt
 from kvmanager.ids import PageId, WorkerEpoch
 from kvmanager.layout import KvGeometry, kv_head_range
 from tests.transceiver.small_worker import DRAFT, FINGERPRINT, PAGE_SIZE, TARGET, SmallWorker
+from transceiver.endpoint import Endpoint
 from transceiver.group import GroupPort
 from transceiver.loopback import LoopbackHub
 from transceiver.port import Pages
@@ -111,13 +113,16 @@ class SmallGroup(SmallWorker):
                     return False
         return True
 
+    @property
+    def endpoints(self) -> Sequence[Endpoint]:
+        return [rank.endpoint for rank in self.ranks]
+
     def mark(self, pages: Pages, value: int) -> None:
         for rank in self.ranks:
-            rank.memory.target[list(pages.target)] = value
-            rank.memory.draft[list(pages.draft)] = value  # nobody's, in unified form
+            rank.mark(pages, value)  # the draft pool is nobody's, in unified form
 
     def is_marked(self, pool: str, page: PageId, value: int) -> bool:
-        return all(bool((getattr(rank.memory, pool)[page] == value).all()) for rank in self.ranks)
+        return all(rank.is_marked(pool, page, value) for rank in self.ranks)
 
 
 def wholes(seed: int, heads: Heads) -> tuple[Kv, Kv]:

@@ -127,6 +127,19 @@ class SmallWorker:
             )
         )
 
+    @property
+    def endpoints(self) -> Sequence[Endpoint]:
+        """Of all its ranks."""
+        return (self.endpoint,)
+
+    def mark(self, pages: Pages, value: int) -> None:
+        """Fill pages with one value, as a new owner may."""
+        self.memory.target[list(pages.target)] = value
+        self.memory.draft[list(pages.draft)] = value
+
+    def is_marked(self, pool: str, page: PageId, value: int) -> bool:
+        return bool((getattr(self.memory, pool)[page] == value).all())
+
 
 class Clock:
     """Polls workers in turn, a step of time apart, and collects what they report."""

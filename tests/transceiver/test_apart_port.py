@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmanager.ids import TransferId, WorkerEpoch
+from tests.transceiver.histories import SETTINGS, TIMING, faults
 from tests.transceiver.small_worker import SmallWorker, handoff, pages
-from tests.transceiver.test_transfer_histories import SETTINGS, TIMING, faults
 from transceiver import wire
 from transceiver.apart import ApartPort
 from transceiver.errors import DuplicateTransfer, HandshakeRefused, UnknownPeer, UnknownTransfer

@@ -1,245 +1,68 @@
-"""Random short histories of several transfers over a bad link.
-
-Whatever the link and the workers do, each side reports each end exactly once, a receiver that lands holds the
-source's bytes, and pages that a receiver reported as safe are never written again: the test gives them to a new owner
-at once, who fills them with a mark.
-"""
+"""Random short histories of several transfers over a bad link (`tests.transceiver.histories`)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmanager.ids import PageId, TransferId
-from tests.transceiver.small_worker import PAGE_SIZE, Clock, SmallWorker, handoff
-from transceiver.book import Urgency
-from transceiver.loopback import Faults, LoopbackHub
-from transceiver.port import Broke, Delivered, Landed, Pages, Released, TransferEvent
-from transceiver.records import Timing
-
-MARK = 0xEE
-TIMING = Timing(quiesce_s=0.4, linger_s=1.0)
-TTL_S = 2.0
-LATE_S = 5.0  # a write takes longer than the whole life of its transfer
-SETTINGS = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+from tests.transceiver.histories import (
+    LONG_TTL_S,
+    SEEDS,
+    SETTINGS,
+    TIMING,
+    TTL_S,
+    History,
+    Script,
+    faults,
+    play_calmly,
+    play_to_the_end,
+    plays,
+    steps_to_the_end,
 )
+from tests.transceiver.small_worker import SmallWorker
+from transceiver.loopback import Faults, LoopbackHub
 
 
-@dataclass
-class Script:
-    """One transfer's fate, in steps of the clock. A step of None: never."""
-
-    num_tokens: int
-    source: Pages
-    destination: Pages
-    expect_at: int
-    open_after: int
-    pushes: list[tuple[int, int]]  # (steps after open, position)
-    finish_after: int | None
-    sender_aborts_at: int | None
-    receiver_aborts_at: int | None
-    ends: dict[str, list[object]] = field(default_factory=lambda: {"sender": [], "receiver": []})
-
-
-@st.composite
-def scripts(draw: st.DrawFn, index: int, calm: bool) -> Script:
-    num_tokens = draw(st.integers(1, 5 * PAGE_SIZE))
-    count = -(-num_tokens // PAGE_SIZE)
-    base = 1 + 6 * index
-    ids = [PageId(page) for page in range(base, base + count)]
-    source = tuple(draw(st.permutations(ids)))
-    destination = tuple(draw(st.permutations(ids)))
-    draft_destination = tuple(draw(st.permutations(ids)))
-    finish_after = draw(st.integers(0, 60))
-    positions = sorted(draw(st.lists(st.integers(0, num_tokens), max_size=4)))
-    times = sorted(
-        draw(st.lists(st.integers(0, finish_after), min_size=len(positions), max_size=len(positions)))
-    )
-    maybe = st.none() if calm else st.one_of(st.none(), st.none(), st.integers(0, 120))
-    return Script(
-        num_tokens=num_tokens,
-        source=Pages(source, source),
-        destination=Pages(destination, draft_destination),
-        expect_at=draw(st.integers(0, 20)),
-        open_after=draw(st.integers(1, 20)),
-        pushes=list(zip(times, positions, strict=True)),
-        finish_after=finish_after if calm else draw(st.one_of(st.just(finish_after), st.none())),
-        sender_aborts_at=draw(maybe),
-        receiver_aborts_at=draw(maybe),
-    )
-
-
-def faults(calm: bool) -> st.SearchStrategy[Faults]:
-    """Calm links lose no more than half and fail no write; the others do what they want."""
-    return st.builds(
-        Faults,
-        loss=st.sampled_from([0.0, 0.1, 0.3] if calm else [0.0, 0.1, 0.5, 0.9]),
-        duplication=st.sampled_from([0.0, 0.3]),
-        max_delay_s=st.sampled_from([0.0, 0.02, 0.1] if calm else [0.0, 0.05, 0.5]),
-        max_write_delay_s=st.sampled_from([0.0, 0.05] if calm else [0.0, 0.1, 0.8, LATE_S]),
-        write_failure=st.just(0.0) if calm else st.sampled_from([0.0, 0.3]),
-    )
-
-
-class History:
-    """A sender, a receiver, a link, and the scripts played on them."""
-
-    def __init__(self, seed: int, link: Faults, plays: list[Script], ttl_s: float) -> None:
-        self.hub = LoopbackHub(seed, link)
-        self.sender = SmallWorker.on(self.hub, "sender", fill_seed=seed, timing=TIMING)
-        self.receiver = SmallWorker.on(self.hub, "receiver", timing=TIMING)
-        self.sender.endpoint.connect(self.receiver.endpoint.hello())
-        self.clock = Clock(self.sender, self.receiver, step_s=0.01)
-        self.plays = plays
-        self.ttl_s = ttl_s
-        self.marked: set[tuple[str, int]] = set()
-        self.silent: dict[str, range] = {}
-        self.feared: set[TransferId] = set()  # broken ones whose pages are not safe yet
-
-    def play(self, num_steps: int) -> None:
-        for step in range(num_steps):
-            for index, script in enumerate(self.plays):
-                self._act(TransferId(f"t{index}"), script, step)
-            self.clock.now_s += self.clock.step_s
-            for worker in self.clock.workers:
-                if step in self.silent.get(worker.epoch, ()):
-                    continue
-                for ended in worker.endpoint.poll(self.clock.now_s):
-                    self._note(worker, ended)
-                worker.endpoint.check()
-
-    def calm_down(self) -> None:
-        """The link is good again, and everybody gets to hear what is still to be said."""
-        self.hub.faults = Faults()
-        for _ in range(int((2 * TIMING.resend_max_s + 2 * TIMING.linger_s) / self.clock.step_s)):
-            self.clock.now_s += self.clock.step_s
-            for worker in self.clock.workers:
-                for ended in worker.endpoint.poll(self.clock.now_s):
-                    self._note(worker, ended)
-                worker.endpoint.check()
-
-    def _act(self, transfer: TransferId, script: Script, step: int) -> None:
-        opened_at = script.expect_at + script.open_after
-        sends, receives = self.sender in self.clock.workers, self.receiver in self.clock.workers
-        if receives and step == script.expect_at:
-            self.receiver.expect(transfer, script.num_tokens, script.destination, self.ttl_s)
-        if receives and script.receiver_aborts_at == step:
-            self.receiver.endpoint.abort(transfer, "receiver's will")
-        if not sends or step < opened_at or self.receiver.epoch not in self.sender.endpoint._book._peers:
-            return
-        if step == opened_at:
-            self.sender.open(
-                transfer, self.receiver, script.num_tokens, script.source, script.destination, self.ttl_s
-            )
-        for after, position in script.pushes:
-            if step == opened_at + after:
-                self.sender.endpoint.push(transfer, position)
-        if script.finish_after is not None and step == opened_at + script.finish_after:
-            self.sender.endpoint.finish(transfer, handoff(script.num_tokens))
-        if script.sender_aborts_at == step - opened_at:
-            self.sender.endpoint.abort(transfer, "sender's will")
-
-    def _note(self, worker: SmallWorker, ended: TransferEvent) -> None:
-        script = self.plays[int(ended.transfer[1:])]
-        if isinstance(ended, Released):
-            self.feared.remove(ended.transfer)
-        else:
-            script.ends[worker.epoch].append(ended)
-        if worker is not self.receiver:
-            return
-        if isinstance(ended, Broke) and not ended.pages_safe:
-            self.feared.add(ended.transfer)
-            return
-        destination, memory = script.destination, worker.memory
-        if isinstance(ended, Landed):
-            there = self.sender.memory
-            assert (memory.target[list(destination.target)] == there.target[list(script.source.target)]).all()
-            assert (memory.draft[list(destination.draft)] == there.draft[list(script.source.draft)]).all()
-        memory.target[list(destination.target)] = MARK
-        memory.draft[list(destination.draft)] = MARK
-        self.marked |= {("target", page) for page in destination.target}
-        self.marked |= {("draft", page) for page in destination.draft}
-
-    def judge(self) -> None:
-        for pool, page in self.marked:
-            assert (getattr(self.receiver.memory, pool)[page] == MARK).all(), "written after it was safe"
-        for worker in self.clock.workers:
-            stats = worker.endpoint.stats()
-            assert (stats.sending, stats.receiving, stats.quarantined) == (0, 0, 0)
-            assert worker.endpoint.urgency is Urgency.IDLE
-
-
-steps_to_the_end = int((0.4 + 1.2 + TTL_S + LATE_S + TIMING.quiesce_s + 2 * TIMING.linger_s) / 0.01) + 20
+def history(seed: int, link: Faults, scripts: list[Script], ttl_s: float = TTL_S) -> History:
+    hub = LoopbackHub(seed, link)
+    sender = SmallWorker.on(hub, "sender", fill_seed=seed, timing=TIMING)
+    return History(hub, (sender, SmallWorker.on(hub, "receiver", timing=TIMING)), scripts, ttl_s)
 
 
 @SETTINGS
-@given(st.data(), st.integers(0, 2**32 - 1), faults(calm=False))
+@given(st.data(), SEEDS, faults(calm=False), plays(4, calm=False))
 def test_every_transfer_ends_once_on_each_side_and_safe_pages_stay_untouched(
-    data: st.DataObject, seed: int, link: Faults
+    data: st.DataObject, seed: int, link: Faults, scripts: list[Script]
 ) -> None:
-    plays = [data.draw(scripts(index, calm=False)) for index in range(data.draw(st.integers(1, 4)))]
-    history = History(seed, link, plays, TTL_S)
-    if data.draw(st.booleans()):
-        who = data.draw(st.sampled_from(["sender", "receiver"]))
-        start = data.draw(st.integers(0, 100))
-        history.silent[who] = range(start, start + data.draw(st.integers(1, 250)))
-    history.play(steps_to_the_end)
-    history.calm_down()
-    history.judge()
-    for script in plays:
-        (received,) = script.ends["receiver"]
-        (sent,) = script.ends["sender"]
-        event(f"{type(sent).__name__} / {type(received).__name__}")
-        if isinstance(sent, Delivered):
-            assert isinstance(received, Landed), "the sender believes what did not happen"
-            assert (sent.bytes_target, sent.bytes_draft) == (received.bytes_target, received.bytes_draft)
+    play_to_the_end(data, history(seed, link, scripts))
 
 
 @SETTINGS
-@given(st.data(), st.integers(0, 2**32 - 1), faults(calm=True))
+@given(SEEDS, faults(calm=True), plays(3, calm=True))
 def test_a_link_that_only_loses_delays_doubles_and_reorders_fails_no_transfer(
-    data: st.DataObject, seed: int, link: Faults
+    seed: int, link: Faults, scripts: list[Script]
 ) -> None:
-    plays = [data.draw(scripts(index, calm=True)) for index in range(data.draw(st.integers(1, 3)))]
-    history = History(seed, link, plays, ttl_s=30.0)
-    history.play(1200)
-    for script in plays:
-        assert [type(end) for end in script.ends["receiver"]] == [Landed]
-        assert [type(end) for end in script.ends["sender"]] == [Delivered]
-    history.judge()
+    play_calmly(history(seed, link, scripts, LONG_TTL_S))
 
 
 @settings(SETTINGS, max_examples=80)
-@given(st.data(), st.integers(0, 2**32 - 1), faults(calm=False))
-def test_after_a_crash_the_survivor_ends_every_transfer(data: st.DataObject, seed: int, link: Faults) -> None:
-    plays = [data.draw(scripts(index, calm=False)) for index in range(data.draw(st.integers(1, 3)))]
-    history = History(seed, link, plays, TTL_S)
-    victim, survivor = data.draw(
-        st.sampled_from([(history.sender, history.receiver), (history.receiver, history.sender)])
-    )
+@given(st.data(), SEEDS, faults(calm=False), plays(3, calm=False))
+def test_after_a_crash_the_survivor_ends_every_transfer(
+    data: st.DataObject, seed: int, link: Faults, scripts: list[Script]
+) -> None:
+    played = history(seed, link, scripts)
+    workers = [played.sender, played.receiver]
+    victim, survivor = data.draw(st.sampled_from([workers, workers[::-1]]))
     told = data.draw(st.booleans())
     crash_at = data.draw(st.integers(0, 120))
-    history.play(0)
     for step in range(steps_to_the_end):
         if step == crash_at:
-            history.hub.crash(victim.epoch)
-            history.clock.workers.remove(victim)
+            played.hub.crash(victim.epoch)
+            played.clock.workers.remove(victim)
             if told:
                 survivor.endpoint.disconnect(victim.epoch)
-        for index, script in enumerate(plays):
-            history._act(TransferId(f"t{index}"), script, step)
-        history.clock.now_s += history.clock.step_s
-        for worker in history.clock.workers:
-            for ended in worker.endpoint.poll(history.clock.now_s):
-                history._note(worker, ended)
-            worker.endpoint.check()
+        played.step(step)
     survivor.endpoint.disconnect(victim.epoch)  # everybody learns of a death in the end
-    history.calm_down()
-    history.judge()
-    for script in plays:
-        assert len(script.ends[survivor.epoch]) <= 1
-        if survivor is history.receiver:
-            assert len(script.ends["receiver"]) == 1
+    played.calm_down()
+    played.judge()
+    played.judge_survivor(survivor)
