@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_never
@@ -12,7 +13,13 @@ from kvmanager.budget import PagePlan
 from workers.config import EveryRequestFits, FixedPages, KvBudget, MemoryFraction
 from workers.errors import ModelMismatch
 
-_MEMINFO = Path("/proc/meminfo")
+_MEMINFO, _CGROUPS = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+# How a container is told of its memory, by control groups of version 2 and of version 1: where, its limit, what it
+# uses, and what of that is files' contents that go at need.
+_CONTAINERS = (
+    (".", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 _GIB = 1 << 30
 
 
@@ -29,7 +36,7 @@ class Memory:
 
 
 def memory_of(device: torch.device) -> Memory:
-    """A GPU's memory; for a CPU, what this host can still give without swapping, which counts as its total."""
+    """A GPU's memory; for a CPU, what this process can still be given, which counts as its total."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading has left over is free
         free, total = torch.cuda.mem_get_info(device)
@@ -38,13 +45,27 @@ def memory_of(device: torch.device) -> Memory:
     return Memory(available, available)
 
 
-def free_memory_bytes() -> int:
-    """Memory that this host can still give without swapping, in bytes."""
-    for line in _MEMINFO.read_text().splitlines():
+def free_memory_bytes(meminfo: Path = _MEMINFO, cgroups: Path = _CGROUPS) -> int:
+    """Memory that this host can still give without swapping, and that a container's limit lets this process have."""
+    for line in meminfo.read_text().splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    raise ModelMismatch(f"{_MEMINFO} does not say MemAvailable, as Linux does since 3.14", field="kv")
+            return max(min([int(value.split()[0]) * 1024, *_left_by_limits(cgroups)]), 0)
+    raise ModelMismatch(f"{meminfo} does not say MemAvailable, as Linux does since 3.14", field="kv")
+
+
+def _left_by_limits(cgroups: Path) -> Iterator[int]:
+    """What each limit of the container that this process is in leaves; nothing where there is none."""
+    for place, limit, use, files in _CONTAINERS:
+        try:
+            allowed, used, stat = (
+                (cgroups / place / name).read_text().strip() for name in (limit, use, "memory.stat")
+            )
+        except OSError:
+            continue
+        if allowed != "max":
+            counts = dict(line.split() for line in stat.splitlines())
+            yield int(allowed) - int(used) + int(counts.get(files, 0))
 
 
 def no_room(plan: PagePlan, working_bytes: int, free_bytes: int, asked: KvBudget) -> ModelMismatch:

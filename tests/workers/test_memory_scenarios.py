@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
@@ -125,6 +127,33 @@ def test_s44_a_budget_that_cannot_start_says_so_with_its_numbers(
     with pytest.raises(ModelMismatch, match="the KV budget is 32768 B") as caught:
         build(asked, models)
     assert caught.value.field == "kv"
+
+
+@pytest.mark.parametrize(
+    ("files", "left"),
+    [
+        ({"memory.max": 900, "memory.current": 500, "memory.stat": "anon 7\ninactive_file 100"}, 500),
+        ({"memory.max": "max", "memory.current": 500, "memory.stat": "inactive_file 100"}, 2048),
+        ({"memory.max": 9000, "memory.current": 500, "memory.stat": ""}, 2048),  # more than the host has
+        ({"memory.max": 900, "memory.current": 901, "memory.stat": ""}, 0),
+        (
+            {
+                "memory/memory.limit_in_bytes": 900,
+                "memory/memory.usage_in_bytes": 500,
+                "memory/memory.stat": "inactive_file 3\ntotal_inactive_file 50",
+            },
+            450,
+        ),
+        ({}, 2048),
+    ],
+    ids=["version 2", "no limit", "a high limit", "over the limit", "version 1", "no container"],
+)
+def test_a_container_s_limit_bounds_what_is_free(tmp_path: Path, files: dict[str, object], left: int) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 4 kB\nMemAvailable: 2 kB\n")
+    (tmp_path / "memory").mkdir()
+    for name, content in files.items():
+        (tmp_path / name).write_text(f"{content}\n")
+    assert memory_module.free_memory_bytes(tmp_path / "meminfo", tmp_path) == left
 
 
 @pytest.mark.parametrize("draft_kv", FORMS)
