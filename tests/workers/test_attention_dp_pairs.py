@@ -157,12 +157,19 @@ def test_a_request_makes_room_for_an_older_one_of_its_own_rank_alone(tmp_path: P
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(3))
-def test_no_history_of_requests_leaves_anything_on_any_rank(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize(
+    "shapes",
+    [(DP_2, DP_2), (TP_2, TP_4), (TP_4, ONE), (ONE, TP_2), (TP_2, DP_2), (DP_2, TP_2)],
+    ids=["dp 2 to dp 2", "tp 2 to tp 4", "tp 4 to 1", "1 to tp 2", "tp 2 to dp 2", "dp 2 to tp 2"],
+)
+def test_no_history_of_requests_leaves_anything_on_any_rank(
+    tmp_path: Path, shapes: tuple[Shape, Shape], seed: int
+) -> None:
     """Prompts that begin alike, shipped or computed here, cancelled anywhere, in pools that hold a few of them."""
     dice = random.Random(seed)
     pair = write_pair(tmp_path)
     small_pools = {"kv": FixedPages(num_target_pages=33), "max_seq_len": 96, "max_batch": 3}
-    groups = threads(pair, (DP_2, DP_2), **small_pools)
+    groups = threads(pair, shapes, **small_pools, draft_kv="unified" if seed % 2 else "mirrored")
     begins = [[(7 * which + i * i) % VOCAB for i in range(30)] for which in range(3)]
     asked: dict[RequestId, tuple[list[int], SamplingParams]] = {}
     try:
