@@ -1,8 +1,8 @@
 """How many tokens to draft in a step, 0 included: whatever promises most tokens per second for this batch.
 
 A block pays only when the tokens it yields outweigh what drafting and the wider verification cost, and both
-differ by machine, batch and text. So the policy divides expected tokens (`drafter.acceptance`) by measured
-seconds (`drafter.width_costs`) and picks the best number, with two precautions:
+differ by machine, batch and text. So the policy divides expected tokens (`drafter.acceptance`, `drafter.beginnings`) by
+measured seconds (`drafter.width_costs`) and picks the best number, with two precautions:
 
 * Exploration. Of each batch a few widths are measured before anything is chosen. Later, estimates of what is not being
   done go stale: acceptance while nothing is drafted, costs of other widths. Probes refresh them; each waits twice as
@@ -19,11 +19,13 @@ Pure: it is told durations and outcomes, and holds no clock.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from drafter.acceptance import AcceptanceBook, hoped_tokens
+from drafter.beginnings import Beginnings
 from drafter.width_costs import WidthCosts, size_class
 from kvmanager.ids import RequestId
 
@@ -111,6 +113,7 @@ class BlockLengthPolicy:
         self._choices = sorted({width: number for number, width in enumerate(self._widths)}.values())
         self._measured = [k for k in self._choices if (k + 1).bit_count() == 1 or k == max_draft_tokens]
         self._book = AcceptanceBook(max_draft_tokens)
+        self._beginnings = Beginnings(max_draft_tokens)
         self._costs = WidthCosts()
         self._current, self._longest = self._choices[-1], 1
         self._stretch = _Stretch()
@@ -141,15 +144,18 @@ class BlockLengthPolicy:
 
     def observe_acceptance(self, request: RequestId, num_draft: int, accepted: int) -> None:
         """One request's outcome of a step that verified `num_draft` drafts; before that step's `observe_cost`."""
-        self._accepted.append(accepted)
+        if self._fixed is None:
+            self._accepted.append(accepted)
+            if request not in self._beginnings.passed_over:
+                self._beginnings.observe(request, num_draft, accepted)
 
     def observe_cost(
         self, batch_size: int, num_draft: int, draft_s: float, verify_s: float, num_verified: int
     ) -> None:
         """One step's durations; `draft_s` is ignored when nothing was drafted. All drafts were verified."""
-        accepted, self._accepted = self._accepted, []
         if self._fixed is not None:
             return
+        accepted, self._accepted = self._accepted, []
         step_s = verify_s + draft_s if num_draft else verify_s
         stretch = self._stretch
         if stretch.num_draft == num_draft and stretch.holds(batch_size):
@@ -160,6 +166,7 @@ class BlockLengthPolicy:
 
     def forget(self, request: RequestId) -> None:
         """Drop what is known of a request that has ended."""
+        self._beginnings.forget(request)
         if request in self._live:
             self._book.forget(1 / len(self._live))
             self._live = [live for live in self._live if live != request]
@@ -175,7 +182,7 @@ class BlockLengthPolicy:
             return
         current_s = self._step_s(stretch.batch_size, self._current)
         tokens = sum(stretch.accepted) / len(stretch.accepted) + 1
-        replaced_steps = tokens / self._book.expected_tokens()[self._current]
+        replaced_steps = tokens / self._tokens()[self._current]
         lost_steps = self._step_s(stretch.batch_size, stretch.num_draft) / current_s - replaced_steps
         if lost_steps < 0:
             self._interval, self._probe_at = _FIRST_INTERVAL, self._steps
@@ -195,7 +202,7 @@ class BlockLengthPolicy:
             ]  # a step tells nothing beside its like
             _, number = min((self._costs.times(batch_size, self._widths[k]), -k) for k in others)
             return _Stretch(batch_size, -number, 1)
-        tokens = self._book.expected_tokens()
+        tokens = self._tokens()
         rates = {number: tokens[number] / self._step_s(batch_size, number) for number in self._choices}
         best = max(rates, key=rates.__getitem__)
         self._longest = min(2 * self._longest, _LONGEST_STRETCH)
@@ -213,6 +220,10 @@ class BlockLengthPolicy:
             return max(self._choices[1:], key=lambda k: hoped_tokens(k) / self._step_s(batch_size, k))
         others = [number for number in self._measured if number != self._current]
         return others[self._probed % len(others)]
+
+    def _tokens(self) -> list[float]:
+        """Expected of a request by a step with 0, 1, ... drafts."""
+        return [*map(operator.mul, self._book.expected_tokens(), self._beginnings.factors())]
 
     def _step_s(self, batch_size: int, num_draft: int) -> float:
         """Expected seconds of a step with so many drafts."""
