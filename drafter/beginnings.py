@@ -2,9 +2,9 @@
 
 Text is easy in places. A block begins behind a draft that was refused, or behind a block accepted whole, amid easy
 text. Short blocks often begin there and long ones skip the place, so what short blocks show makes long ones look too
-good, and what long blocks show makes short ones look too bad: on SmolLM2's texts 7 drafts by 7 % where 3 are in use, and
-3 by 4 % where 7 are. So outcomes are counted apart for the two beginnings, and of k drafts the share s of blocks amid
-easy text is the one that k would have in the long run:
+good, and what long blocks show makes short ones look too bad: on SmolLM2's texts 7 drafts by 7 % where 3 are in use,
+and 3 by 4 % where 7 are. So outcomes are counted apart for the two beginnings, and of k drafts the share s of blocks
+amid easy text is the one that k would have in the long run:
 
     s = (1 - s) · P(all k accepted, behind a refusal) + s · P(all k accepted, behind a whole block)
 
