@@ -28,8 +28,8 @@ import triton.language as tl
 from torch import Tensor
 
 _TILE = 64  # keys attended at a time
-_STAGES = 3  # tiles on their way or in use
-_PARTS_PER_MULTIPROCESSOR = 1.5
+_STAGES, _STAGES_ALONE = 3, 4  # tiles on their way or in use; the more where a multiprocessor has one program
+_LARGEST_ALONE = 128  # head_dim for which it has memory for so many
 _FEW_REQUESTS = 2  # with more parts each than one program joins as fast as many do, in a kernel of their own
 _MAX_ROWS = 64  # queries of one program: one warp group's worth of tensor core rows
 _UNIT_FIELDS = (
@@ -285,6 +285,8 @@ class BlockPlan:
         self._num_tiles = triton.cdiv(asked, self._tile_rows)
         self._max_units = num_requests + self._units_per_head
         self._apart = num_requests <= _FEW_REQUESTS
+        alone = num_requests <= self._units_per_head and self._head_dim <= _LARGEST_ALONE
+        self._stages = _STAGES_ALONE if alone else _STAGES
         padded_rows = self._max_units * self._num_kv_heads * self._num_tiles * self._tile_rows
         need = padded_rows * (self._head_dim + 1)
         if scratch.numel() < need:
@@ -344,7 +346,7 @@ class BlockPlan:
             PAGE=self._page_size,
             ROWS=self._tile_rows,
             TILE=_TILE,
-            STAGES=_STAGES,
+            STAGES=self._stages,
             FIELDS=_UNIT_FIELDS,
             APART=self._apart,
             num_warps=4,
@@ -368,6 +370,5 @@ class BlockPlan:
 
 
 def units_for(device: torch.device, num_kv_heads: int) -> int:
-    """Parts that one kv head's work is cut into, so that all heads' parts keep every multiprocessor busy."""
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(int(_PARTS_PER_MULTIPROCESSOR * multiprocessors) // num_kv_heads, 1)
+    """Parts that one kv head's work is cut into, so that all heads' parts keep every multiprocessor busy: one each."""
+    return max(torch.cuda.get_device_properties(device).multi_processor_count // num_kv_heads, 1)
