@@ -153,9 +153,6 @@ def test_no_call_waits_for_a_rank_that_does_not_come_for_longer_than_it_may(call
 
 
 def test_votes_find_the_rank_that_is_not_where_the_others_are() -> None:
-    def unready(ranks: GroupRanks) -> None:
-        ranks.vote(ready=ranks.rank != 2)
-
     def ahead(ranks: GroupRanks) -> None:
         ranks._calls += ranks.rank == 2
         ranks.vote()
@@ -165,7 +162,6 @@ def test_votes_find_the_rank_that_is_not_where_the_others_are() -> None:
         ranks.vote()
 
     for act, words in (
-        (unready, "not ready"),
         (ahead, "1 collective calls, the first rank 0"),
         (elsewhere, "other tokens"),
     ):

@@ -1,6 +1,6 @@
-"""A rank that follows: it hears of a step, votes, computes its share, and keeps nothing of it but pages.
+"""A rank that follows: it hears of a step, computes its share, and keeps nothing of it but pages.
 
-    hear ──▶ look at the step ──▶ vote ──▶ forward passes ──▶ hear ...        until told to stop, or broken
+    hear ──▶ look at the step ──▶ vote ──▶ forward passes ──▶ cast ──▶ hear ...        until told to stop, or broken
 
 Whatever fails here closes the group, and with it the worker: a rank has no way on by itself.
 """
@@ -130,12 +130,13 @@ class Follower:
             case Decode(rows, anchors):
                 sequences = [_sequence(row, anchor) for row, anchor in zip(rows, anchors, strict=True)]
                 self._ranks.remember(digest(self._work.decode(sequences, step)))
+        self._ranks.cast()
         if self._server is not None:
             self._progress.launched()
         return True
 
     def _heard(self) -> Step:
-        """The next step with its tables shown. One that makes no sense here is voted down, which breaks the group."""
+        """The next step with its tables shown. One that makes no sense here breaks the group."""
         message = self._ranks.hear()
         try:
             step = decode(message)
@@ -148,7 +149,6 @@ class Follower:
                     pass
         except (msgspec.DecodeError, ValueError):
             _log.exception("a step that this rank cannot follow")
-            self._ranks.vote(ready=False)
             raise
         return step
 

@@ -14,6 +14,20 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 
+class Pending:
+    """A call that has begun, with what it reads and writes. Waiting may raise RuntimeError."""
+
+    def __init__(self, work: Any, *tensors: Tensor) -> None:
+        self._work, self._tensors = work, tensors
+
+    def wait(self) -> None:
+        """Once."""
+        try:
+            self._work.wait()
+        finally:
+            self._work = None  # connections close with the last reference, and a traceback keeps this one's
+
+
 class Gloo:
     """Implements `workers.group.exchange.Exchange` for tensors on the host. Every call may raise RuntimeError."""
 
@@ -38,14 +52,23 @@ class Gloo:
         self._open.allreduce([x], options).wait()
 
     def gather(self, own: Tensor, gathered: Tensor) -> None:
-        self._open.allgather([list(gathered.unbind())], [own]).wait()
+        self.begin_gather(own, gathered).wait()
+
+    def begin_gather(self, own: Tensor, gathered: Tensor) -> Pending:
+        return Pending(self._open.allgather([list(gathered.unbind())], [own]), own, gathered)
 
     def spread(self, x: Tensor, rank: int) -> None:
-        self._open.broadcast(x, rank).wait()
+        self.begin_spread(x, rank).wait()
+
+    def begin_spread(self, x: Tensor, rank: int) -> Pending:
+        return Pending(self._open.broadcast(x, rank), x)
 
     def abort(self) -> None:
         """Idempotent, from any thread."""
-        group, self._group = self._group, None  # connections close with the last reference
+        group, self._group = (
+            self._group,
+            None,
+        )  # connections close with the last reference, as `Pending` holds one
         if group is not None:
             group.abort()
             group.shutdown()

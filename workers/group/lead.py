@@ -56,6 +56,7 @@ class Lead:
             self._ranks.vote()
             self._told_s = self._clock()
             yield
+            self._ranks.cast()
         except BaseException:
             self._ranks.close()
             raise
@@ -71,12 +72,14 @@ class Lead:
                 pass
 
     def remember(self, outcome: StepOutcome) -> None:
+        """What the step found; inside of it."""
         self._ranks.remember(digest(outcome))
 
     def stop(self) -> None:
         """End the group as it should end; a group that is broken already stays so."""
         try:
             self._ranks.tell(encode(Stop()))
+            self._ranks.told()
         except RuntimeError:
             pass
         finally:
@@ -147,7 +150,7 @@ class LeadingStep:
         with self._lead.leading(decode):
             outcome = self._work.decode(sequences, decode)
             self._lead.confirm()
-        self._lead.remember(outcome)
+            self._lead.remember(outcome)
         return outcome
 
 

@@ -9,9 +9,13 @@ Ways between ranks of their own, so that a rank which is not there is found wher
 Every step, on all ranks:
 
     first rank ── the step, as bytes ──▶ the others           `tell` / `hear`
-    all ◀── ballots ──▶ all                                   `vote`: ready? as many collectives as I? the same tokens?
+    all ballots are there                                     `vote`: as many collectives as I? the same tokens?
     forward passes, with their collectives                    `sum`, `join`, `gather`, `spread`
     all ◀── what each found ──▶ all                           `report`: where every rank has requests of its own
+    all ◀── ballots ──▶ all                                   `cast`: on their way, for the next step's vote
+
+A ballot says how far its rank has come, and travels while the engine thinks of the next step: no rank begins a step
+before all have ended the one before it in the same way, and none waits for more than the slowest.
 
 Between steps nobody talks, so the first rank sends a beat now and then. Every wait ends in GroupBroken: after `start_s`
 while ranks meet and load, after `timeout_s` from then on. A rank that breaks calls `close`: its connections go, and
@@ -36,7 +40,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from workers.group.errors import GroupBroken
 from workers.group.exchange import Connect, Exchange
-from workers.group.gloo import Gloo
+from workers.group.gloo import Gloo, Pending
 from workers.group.nccl import Nccl
 from workers.group.watch import Watch
 
@@ -92,6 +96,8 @@ class GroupRanks:
         ] = []  # control, data, a GPU's data and watch; none once closed
         self._calls = 0
         self._digest = 0
+        self._told: list[Pending] = []  # of the newest step, on its way to the others
+        self._ballots: tuple[Pending, Tensor] | None = None  # cast, and not yet counted
         self._lost = ""  # why the watch found what the device computes void
         store.set_timeout(timedelta(seconds=seat.start_s))
 
@@ -162,11 +168,19 @@ class GroupRanks:
         return [int(count) for count in found.tolist()]
 
     def tell(self, step: bytes) -> None:
-        """The first rank's: send a step to all others."""
+        """The first rank's: send a step to all others. It is on its way when this returns."""
+        self.told()
         frame = len(step).to_bytes(_LENGTH_BYTES, "little") + step
-        self._broadcast(frame[:_FIRST_BYTES].ljust(_FIRST_BYTES, b"\0"))
-        if len(frame) > _FIRST_BYTES:
-            self._broadcast(frame[_FIRST_BYTES:])
+        parts = [frame[:_FIRST_BYTES].ljust(_FIRST_BYTES, b"\0"), frame[_FIRST_BYTES:]]
+        with self._breaking("a step's announcement"):
+            self._told = [self._control.begin_spread(_bytes(part), _FIRST) for part in parts if part]
+
+    def told(self) -> None:
+        """The first rank's: wait until what it told last has left."""
+        told, self._told = self._told, []
+        for part in told:
+            with self._breaking("a step's announcement"):
+                part.wait()
 
     def hear(self) -> bytes:
         """The others': wait for a step."""
@@ -176,23 +190,33 @@ class GroupRanks:
             frame += self._broadcast(bytes(size - _FIRST_BYTES))
         return frame[_LENGTH_BYTES:size]
 
-    def vote(self, ready: bool = True) -> None:
-        """Go on only if all ranks are ready for the same step, behind the same steps. Raises GroupBroken for all."""
+    def vote(self) -> None:
+        """Go on only if all ranks have ended the step before as this one did. Raises GroupBroken for all."""
         self._expect_not_lost("a vote")
-        own = torch.tensor([ready, self._calls, self._digest], dtype=torch.int64)
-        ballots = self._all(own, "a vote")
+        cast, self._ballots = self._ballots or self._cast(), None
+        pending, ballots = cast
+        with self._breaking("a vote"):
+            pending.wait()
         first = ballots[_FIRST].tolist()
-        for rank, (is_ready, calls, digest) in enumerate(ballots.tolist()):
-            if not is_ready:
-                raise GroupBroken(rank, "a vote", "it is not ready; its own log says why")
-            if calls != first[1]:
+        for rank, (calls, digest) in enumerate(ballots.tolist()):
+            if calls != first[0]:
                 raise GroupBroken(
-                    rank, "a vote", f"it has made {calls} collective calls, the first rank {first[1]}"
+                    rank, "a vote", f"it has made {calls} collective calls, the first rank {first[0]}"
                 )
-            if digest != first[2]:
+            if digest != first[1]:
                 raise GroupBroken(rank, "a vote", "it chose other tokens than the first rank")
         if self._watch is not None:
             self._watch.expect("a step", self.start_s)
+
+    def cast(self) -> None:
+        """This rank is through with a step: its ballot for the next one is on its way when this returns."""
+        self._ballots = self._cast()
+
+    def _cast(self) -> tuple[Pending, Tensor]:
+        own = torch.tensor([self._calls, self._digest], dtype=torch.int64)
+        ballots = own.new_empty((self.size, *own.shape))
+        with self._breaking("a vote"):
+            return self._control.begin_gather(own, ballots), ballots
 
     def remember(self, digest: int) -> None:
         """What this rank found in the step; the next vote compares it."""
@@ -211,6 +235,7 @@ class GroupRanks:
     def close(self) -> None:
         """Leave. Ranks that wait for this one break at once. Idempotent, from any thread."""
         parts, self._parts = self._parts, []
+        self._told, self._ballots = [], None
         while parts:
             parts.pop().abort()
 
@@ -281,7 +306,7 @@ class GroupRanks:
         return found
 
     def _broadcast(self, frame: bytes) -> bytes:
-        buffer = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
+        buffer = _bytes(frame)
         with self._breaking("a step's announcement"):
             self._control.spread(buffer, _FIRST)
         return buffer.numpy().tobytes()
@@ -290,6 +315,10 @@ class GroupRanks:
         if not self._parts:
             raise GroupBroken(self.rank, during, "this rank has left the group")
         return _Breaking(self.rank, during)
+
+
+def _bytes(frame: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(frame), dtype=torch.uint8)
 
 
 class _Breaking:
