@@ -3,8 +3,7 @@
 Ways between ranks of their own, so that a rank which is not there is found where waiting is bounded and can be ended:
 
     control   gloo                       steps, ballots and beats
-    data      gloo; NCCL and peers'      what models exchange inside of a step
-              memory for a GPU's
+    data      gloo; NCCL for a GPU's     what models exchange inside of a step
     watch     gloo, beside NCCL alone    whether all ranks are there while devices wait for each other
 
 Every step, on all ranks:
@@ -108,7 +107,7 @@ class GroupRanks:
             )
 
         if connect is None and device.type == "cuda":
-            connect = partial(_between_gpus, seat, device)
+            connect = partial(Nccl, seat.rank, seat.size, device)
         with _Breaking(self.rank, "the meeting"):
             self._control = gloo("control")
             self._parts.append(self._control)
@@ -320,12 +319,6 @@ class GroupRanks:
 
 def _bytes(frame: bytes) -> Tensor:
     return torch.frombuffer(bytearray(frame), dtype=torch.uint8)
-
-
-def _between_gpus(seat: Seat, device: torch.device, show: Callable[[bytes], bytes]) -> Exchange:
-    from workers.group.peers import with_peer_sums  # kernels need Triton, which torch for CUDA brings along
-
-    return with_peer_sums(Nccl(seat.rank, seat.size, device, show), seat.rank, seat.size, device)
 
 
 class _Breaking:

@@ -1,12 +1,10 @@
-"""What two ranks on two GPUs exchange in a step: sums of activations over NCCL and over peers' memory, and the words
-between their hosts.
+"""What two ranks on two GPUs exchange in a step: sums of activations over NCCL, and the words between their hosts.
 
     python -m tests.bench.gpu.exchange [--tokens 16 128 512 2048] [--hidden 4096]
 
 Sums are of bfloat16 [tokens, hidden], twenty of them in one captured graph; the median of some replays, each behind
-others of it. Limit: their bytes over a plain copy from the other GPU in this run; both ways read as much, for there are
-two ranks. Before that, some sums are checked against their parts. A step's words: the first rank tells of a step, and
-all vote.
+others of it. Limit: their bytes over a plain copy from the other GPU in this run. Before that, some sums are checked
+against their parts. A step's words: the first rank tells of a step, and all vote.
 """
 
 from __future__ import annotations
@@ -24,9 +22,7 @@ from torch import Tensor
 
 from tests.bench.gpu import limits
 from tests.bench.gpu.figures import median, report
-from workers.group.exchange import Exchange
 from workers.group.meeting import FirstSeat, Meeting, attend
-from workers.group.peers import PeerSums
 from workers.group.ranks import GroupRanks, Seat
 
 _SUMS, _REPEATS, _CHECKS = 20, 20, 4
@@ -65,9 +61,9 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         ranks = first.meet(torch.device("cuda", 0))
         ranks.started()
-        for (way, tokens), taken_s in sums(ranks, options).items():
+        for tokens, taken_s in sums(ranks, options).items():
             num_bytes = 2 * tokens * options.hidden
-            report(f"sum over two ranks: {way}", tokens, taken_s * 1e6, "us", num_bytes / limit * 1e6)
+            report("sum over two ranks", tokens, taken_s * 1e6, "us", num_bytes / limit * 1e6)
         report("a step's words", "", words_s(ranks) * 1e6, "us")
         if follower.wait(timeout=60) != 0:
             raise ValueError("the other rank found a wrong sum; see above")
@@ -77,40 +73,30 @@ def main(arguments: list[str] | None = None) -> None:
         follower.wait()
 
 
-def sums(ranks: GroupRanks, options: argparse.Namespace) -> dict[tuple[str, int], float]:
-    """Device seconds of a sum, by way and tokens; both ranks call it."""
-    peers = ranks._on_device
-    ways: dict[str, Exchange] = {}
-    if isinstance(peers, PeerSums):
-        ways = {"NCCL": peers._over, "peers' memory": peers}
-    elif peers is not None:
-        ways = {"NCCL": peers}
-    return {
-        (name, tokens): timed(way, ranks.rank, (tokens, options.hidden))
-        for tokens in options.tokens
-        for name, way in ways.items()
-    }
+def sums(ranks: GroupRanks, options: argparse.Namespace) -> dict[int, float]:
+    """Device seconds of a sum, by tokens; both ranks call it."""
+    return {tokens: timed(ranks, (tokens, options.hidden)) for tokens in options.tokens}
 
 
-def timed(way: Exchange, rank: int, shape: tuple[int, int]) -> float:
+def timed(ranks: GroupRanks, shape: tuple[int, int]) -> float:
     """Raises ValueError for a wrong sum."""
     x = torch.zeros(shape, dtype=torch.bfloat16, device="cuda")
-    way.sum(x)
+    ranks.sum(x)
     graph, one = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(_SUMS):
-            way.sum(x)
+            ranks.sum(x)
     with torch.cuda.graph(one, capture_error_mode="thread_local"):
-        way.sum(x)
+        ranks.sum(x)
     for seed in range(_CHECKS):
         parts = [random(2 * seed + each, shape) for each in range(2)]
         expected = (parts[0].float() + parts[1].float()).to(x.dtype)
-        for sum_up in (partial(way.sum, x), one.replay):
-            x.copy_(parts[rank])
+        for sum_up in (partial(ranks.sum, x), one.replay):
+            x.copy_(parts[ranks.rank])
             sum_up()
             if not torch.equal(x, expected):
-                raise ValueError(f"{way} of {shape}: {int((x != expected).sum())} sums are wrong")
+                raise ValueError(f"{shape}: {int((x != expected).sum())} sums are wrong")
     return median([limits.seconds(graph.replay, 1) for _ in range(_REPEATS)]) / _SUMS
 
 

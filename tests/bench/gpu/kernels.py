@@ -17,7 +17,7 @@ _LONGEST_NAME = 60
 # The first kind of which a part is in a kernel's name, in small letters. Names: NCCL's, flashinfer's and cuBLAS's as
 # the profiler shows them, and those of our own in workers.attention and workers.fused.
 _KINDS = (
-    ("exchange", ("nccl", "_peer_sum")),
+    ("exchange", ("nccl",)),
     ("attention", ("attend", "attention", "batchprefill", "batchdecode", "mergestate", "_join", "_prepare")),
     ("products", ("gemm", "nvjet", "cutlass", "xmma", "cublas", "gemv", "splitk", "few_rows", "_product")),
 )
