@@ -7,12 +7,11 @@ A row is a token: 16 rows are a block of one request. Ways, each captured in one
     library      the library's products with `workers.fused` between them, as workers run now
     ours         a kernel of our own: a weight is read once, in tiles, and few of them are cut along their inputs
     gated        the same, and gate and up end in their activation, without a kernel between
-    chained      the same, and each kernel starts when the one before it ends its programs, not itself
-    fetching     the same, and asks for its first weights before it waits for the one before it
 
-Limit of a layer: its weights over the copy bandwidth of this run. No worker uses `ours` yet, and these chains have not
-run. A first form of `ours` took 14.8, 11.5, 49.5 and 27.6 us on an H200 for qkv, output, gate and up, down of 16 rows,
-where cuBLAS took 17.2, 13.2, 51.6 and 28.7; at 128 rows cuBLAS was faster.
+Limit of a layer: its weights over the copy bandwidth of this run. No worker uses `ours`. On an H200 a layer of 16 / 32
+/ 64 / 128 rows took 118.6 / 119.1 / 120.7 / 129.7 us by the library, 110.6 / 117.4 / 124.9 / 172.3 by ours, and 110.1 /
+115.7 / 125.5 / 165.0 gated, of a limit of 89.7. Kernels that start before the one ahead of them ends, and that ask for
+their first weights then, made nothing faster.
 """
 
 from __future__ import annotations
@@ -20,13 +19,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tests.bench.gpu import limits
 from tests.bench.gpu.figures import report
@@ -37,7 +35,6 @@ from workers.fused import FusedOps
 _COLUMNS, _INPUTS = 64, 128  # of a weight's tile
 _STAGES = 5  # tiles on their way or in use
 _TILES_TO_FILL = 96  # with fewer tiles of outputs, a product is cut along its inputs
-_FETCHED_BYTES = 1024  # of each row of a program's weights, before it waits
 _EPS = 1e-6
 _TOLERANCE = 0.02  # of the largest value, in bfloat16
 
@@ -59,8 +56,6 @@ def _product_kernel(
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
     GATED: tl.constexpr,
-    CHAINED: tl.constexpr,
-    FETCHED: tl.constexpr,
 ):
     """out [rows, outputs] = x [rows, inputs] times the transpose of weight [outputs, inputs].
 
@@ -68,8 +63,6 @@ def _product_kernel(
     that is done last with a tile of outputs adds all parts in their order; `arrived` is 0 before and after.
     """
     tile, part = tl.program_id(0), tl.program_id(1)
-    if CHAINED:
-        gdc_launch_dependents()
     columns = tile * COLUMNS + tl.arange(0, COLUMNS)
     rows = tl.arange(0, ROWS)
     inputs = tl.arange(0, INPUTS)
@@ -77,12 +70,6 @@ def _product_kernel(
     end = tl.minimum(begin + inputs_per_part, num_inputs)
     starts_ptr = weight_ptr + columns.to(tl.int64) * num_inputs
     up_elements = num_outputs.to(tl.int64) * num_inputs
-    if FETCHED:
-        _fetch(starts_ptr + begin, FETCHED)
-        if GATED:
-            _fetch(starts_ptr + up_elements + begin, FETCHED)
-    if CHAINED:
-        gdc_wait()
     weight_at = starts_ptr[:, None] + inputs[None, :]
     x_at = x_ptr + rows[:, None] * num_inputs + inputs[None, :]
     there = (rows < num_rows)[:, None]
@@ -115,49 +102,6 @@ def _product_kernel(
             tl.store(out_at, whole.to(out_ptr.dtype.element_ty), mask=there)
 
 
-@triton.jit
-def _fetch(starts_ptr, BYTES: tl.constexpr):
-    """Bring so many bytes from each address on into the L2 cache; nobody waits for them."""
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], 1024; mov.u32 $0, 0;",
-        "=r,l",
-        [starts_ptr.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def _add_rms_norm_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    out_ptr,
-    total_ptr,
-    size,
-    eps,
-    BLOCK: tl.constexpr,
-    CHAINED: tl.constexpr,
-):
-    """As `workers.fused` has it, and CHAINED."""
-    if CHAINED:
-        gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < size
-    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    if CHAINED:
-        gdc_wait()
-    x = tl.load(x_ptr + row * size + columns, mask=inside, other=0.0).to(tl.float32)
-    residual = tl.load(residual_ptr + row * size + columns, mask=inside, other=0.0).to(tl.float32)
-    total = (x + residual).to(total_ptr.dtype.element_ty)
-    tl.store(total_ptr + row * size + columns, total, mask=inside)
-    wide = total.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
-    tl.store(out_ptr + row * size + columns, wide * scale * weight, mask=inside)
-
-
 class Weights(NamedTuple):
     """Of one layer."""
 
@@ -173,8 +117,6 @@ class Way:
     """How a layer is computed; the defaults are `ours`."""
 
     gated: bool = False
-    chained: bool = False
-    fetched_bytes: int = 0
 
     def product(self, x_TK: Tensor, weight: Tensor, scratch: Scratch, *, gated: bool = False) -> Tensor:
         num_rows, num_inputs = x_TK.shape
@@ -198,43 +140,22 @@ class Way:
             PARTS=parts,
             STAGES=_STAGES,
             GATED=gated,
-            FETCHED=self.fetched_bytes,
             num_warps=4,
-            **self._launch,
         )
         return out
-
-    def add_norm(self, x_TH: Tensor, residual_TH: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        out, total = torch.empty_like(x_TH), torch.empty_like(x_TH)
-        block = triton.next_power_of_2(x_TH.shape[1])
-        _add_rms_norm_kernel[(x_TH.shape[0],)](
-            x_TH,
-            residual_TH,
-            weight,
-            out,
-            total,
-            x_TH.shape[1],
-            _EPS,
-            BLOCK=block,
-            num_warps=8,
-            **self._launch,
-        )
-        return out, total
-
-    @property
-    def _launch(self) -> dict[str, Any]:
-        return {"CHAINED": self.chained} | ({"launch_pdl": True} if self.chained else {})
 
     def layer(
         self, x_TH: Tensor, total_TH: Tensor, layer: Weights, scratch: Scratch
     ) -> tuple[Tensor, Tensor]:
-        normed, total = self.add_norm(x_TH, total_TH, layer.norm)
+        ops = FusedOps()
+        normed, total = ops.add_rms_norm(x_TH, total_TH, layer.norm, _EPS)
         heads = self.product(normed, layer.qkv, scratch)[:, : HEADS * HEAD_DIM].contiguous()
-        normed, total = self.add_norm(self.product(heads, layer.output, scratch), total, layer.norm)
+        moved = self.product(heads, layer.output, scratch)
+        normed, total = ops.add_rms_norm(moved, total, layer.norm, _EPS)
         if self.gated:
             inner = self.product(normed, layer.gate_up, scratch, gated=True)
         else:
-            inner = FusedOps().swiglu(self.product(normed, layer.gate_up, scratch))
+            inner = ops.swiglu(self.product(normed, layer.gate_up, scratch))
         return self.product(inner, layer.down, scratch), total
 
 
@@ -243,12 +164,7 @@ class Scratch(NamedTuple):
     arrived: Tensor  # int32 zeros, one for each tile of outputs
 
 
-WAYS = {
-    "ours": Way(),
-    "gated": Way(gated=True),
-    "chained": Way(gated=True, chained=True),
-    "fetching": Way(gated=True, chained=True, fetched_bytes=_FETCHED_BYTES),
-}
+WAYS = {"ours": Way(), "gated": Way(gated=True)}
 
 
 def library_layer(x_TH: Tensor, total_TH: Tensor, layer: Weights) -> tuple[Tensor, Tensor]:
