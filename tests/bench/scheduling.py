@@ -11,7 +11,8 @@ everything up, uncounted.
 
 Every way must give the same answers. In bfloat16, where a token's rounding depends on how many are verified with it,
 answers may part where the target itself finds two tokens all but equally likely; anything else ends with status 1,
-whatever the speed. So does, with --min-ratio, scheduling at less than that share of the best fixed length.
+whatever the speed. So does, with --min-ratio, scheduling at less than that share of the best fixed length, and a fixed
+length whose drafts are accepted less than those behind them, which a longer one has: they are broken.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -38,6 +40,8 @@ from workers.step import EagerStep
 from workers.tokenizer import Tokenizer
 
 SCHEDULED = "scheduled"
+# A draft is only accepted behind those before it, so each is worth at most what the one before it is, but for chance.
+_WORTH_MORE, _TOKENS_MORE = 1.25, 0.05
 NEAR_TIE = 0.5  # nats between two tokens of which bfloat16 may take either
 _PROMPTS = 256
 _BATCHES_A_TURN, _KINDS = 3, 4  # of prompts
@@ -97,6 +101,22 @@ class Row:
 
     def as_json(self) -> dict[str, object]:
         return {**msgspec.to_builtins(self), "best_fixed": self.best_fixed, "ratio": round(self.ratio, 4)}
+
+
+def broken_lengths(tokens_per_step: dict[str, float]) -> list[str]:
+    """What is wrong with the drafts of fixed lengths, by the tokens that a step of a request emits with each."""
+    found = []
+    known = sorted((int(way), tokens) for way, tokens in tokens_per_step.items() if way != SCHEDULED)
+    worths = [
+        (longer, (more - fewer) / (longer - shorter)) for (shorter, fewer), (longer, more) in pairwise(known)
+    ]
+    for (shorter, before), (longer, behind) in pairwise(worths):
+        if behind > _WORTH_MORE * before + _TOKENS_MORE:
+            found.append(
+                f"with {shorter} drafts the last adds {before:.2f} tokens a step, with {longer} each further one "
+                f"{behind:.2f}: drafts of the shorter blocks are broken"
+            )
+    return found
 
 
 def ways_in_turn(ways: Sequence[str], turn: int) -> list[str]:
@@ -161,15 +181,16 @@ class Bench:
                         parted += 1
                         wrong += self._unlike(prompt, first.token_ids[row], other.token_ids[row])
         mean = totals[SCHEDULED]
+        tokens_per_step = {way: round(total.tokens / total.rows, 3) for way, total in totals.items()}
         return Row(
             pair=self._pair,
             batch=self._batch,
             tokens_per_s={way: round(total.tokens_per_s, 2) for way, total in totals.items()},
-            tokens_per_step={way: round(total.tokens / total.rows, 3) for way, total in totals.items()},
+            tokens_per_step=tokens_per_step,
             requests_per_step=round(mean.rows / mean.steps, 2),
             answers=answers,
             parted=parted,
-            wrong=wrong,
+            wrong=wrong + broken_lengths(tokens_per_step),
         )
 
     def _unlike(self, prompt: list[int], one: list[int], other: list[int]) -> list[str]:

@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from tests.bench.scheduling import SCHEDULED, Bench, Row, ways_in_turn, worker_config
+from tests.bench.scheduling import SCHEDULED, Bench, Row, broken_lengths, ways_in_turn, worker_config
 from workers.assembly import load_models
 
 
@@ -26,6 +26,16 @@ def test_scheduling_is_compared_with_the_fixed_length_that_was_fastest() -> None
     measured = row(scheduled=97.0, fixed_0=50.0, fixed_3=100.0, fixed_7=90.0)
     assert measured.best_fixed == "3"
     assert measured.ratio == pytest.approx(0.97)
+
+
+def test_a_length_whose_drafts_are_accepted_less_than_those_behind_them_is_broken() -> None:
+    sound = {SCHEDULED: 2.9, "0": 1.0, "1": 1.74, "2": 2.22, "3": 2.55, "7": 2.98}
+    assert broken_lengths(sound) == []
+    assert broken_lengths({way: sound[way] for way in ("7", "0", "2")}) == []
+    (found,) = broken_lengths(sound | {"1": 1.10})  # what single drafts of other slots were worth
+    assert "with 1 drafts the last adds 0.10 tokens a step, with 2 each further one 1.12" in found
+    (found,) = broken_lengths({"0": 1.0, "3": 1.2, "7": 2.98})
+    assert "with 3 drafts" in found
 
 
 def test_all_ways_answer_alike_on_a_cpu() -> None:
