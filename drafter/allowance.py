@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_EXPLORE_SHARE = 0.02  # of the time spent may be lost to probes
+_EXPLORE_SHARE = 0.006  # of the time spent may be lost to probes
 _ALLOWANCE_STEPS = 4.0  # plain steps' worth of allowance that can be saved up
 _GUARD_DEFICIT = 0.015  # of target-only time that recent steps may have lost
 _GUARD_MEMORY = 0.99  # weight of a step in the guard's balance after one more: about the last 100 steps

@@ -5,15 +5,15 @@
     observe_  which of those were accepted, and how long the step took
 
 A verified row costs time whether it is accepted or not, so once a batch keeps the processor busy only likely drafts
-pay. `trim` turns confidences into chances (`drafter.chances`) and admits drafts while that promises more tokens per
-second (`drafter.scheduling`), by the step costs measured so far (`drafter.row_costs`). `choose` looks at how much of
-late blocks was admitted, draft by draft, and picks the number that would have paid best: what is hardly ever admitted
-need not be drafted, and where nothing pays there is no drafting.
+pay. `trim` turns confidences into chances (`drafter.chances`) and verifies what promises most tokens per second
+(`drafter.scheduling`), by the step costs measured so far (`drafter.row_costs`). It asks the same of every shorter
+block, and `choose` takes the number that would have paid best of late: mean tokens by mean cost, corrected for what a
+number that is not in use would yield (`drafter.beginnings`). Where nothing pays there is no drafting.
 
-Estimates of what is not being done go stale: a plain step now and then, often at first, keeps its cost known, and while
-nothing is drafted a block now and then shows whether that is still right, paid from an allowance that grows with the
-time spent. A guard compares recent steps with what target-only decoding would have taken, and stops drafting while they
-are behind.
+Estimates of what is not being done go stale: plain steps keep their cost known, and while nothing is drafted a block
+now and then shows whether that is still right. Both are paid from an allowance that grows with the time spent, and cost
+what they are expected to lose: where much is at stake there are few of them, and where little is there are many. A
+guard compares recent steps with what target-only decoding would have taken, and stops drafting while they are behind.
 
 Nothing here can change a token (see `drafter.scheduling`). Pure: it is told durations and outcomes, and holds no clock.
 """
@@ -21,22 +21,22 @@ Nothing here can change a token (see `drafter.scheduling`). Pure: it is told dur
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from drafter.allowance import Allowance, Balance
+from drafter.beginnings import Beginnings
 from drafter.chances import ChanceBook
 from drafter.row_costs import RowCosts
-from drafter.scheduling import admit
+from drafter.scheduling import Admission, admit
+from drafter.width_costs import size_class
 from kvmanager.ids import RequestId
 
 _BLOCK_MEMORY = 0.85  # of what a step's blocks were worth, after one more step
-_FIRST_GAIN, _FIRST_FALL = (
-    0.8,
-    0.85,
-)  # what a first draft is worth before anything was seen, and how that falls
 _PROBE_MEMORY = 0.5  # after a step that drafted nothing
-_FIRST_INTERVAL, _LARGEST_INTERVAL = 4, 64  # steps between plain ones; each is twice the last
+# Tokens that a first draft gains before anything was seen, the plain steps it costs, and how both fall behind it.
+_FIRST_GAIN, _FIRST_COST, _FIRST_FALL = 0.8, 0.1, 0.85
 _LARGEST_STALL = 1.25  # of a step's expected time: what goes beyond is the machine's doing, not drafting's
-_LEAST_LOSS = 0.1  # of a plain step, that a probe is taken to cost: its expected loss is an estimate too
+_LEAST_LOSS = 0.03  # of its time, that a probe is taken to cost: its expected loss is an estimate too
 
 
 class ConfidentPolicy:
@@ -49,26 +49,28 @@ class ConfidentPolicy:
             raise ValueError(f"max_draft_tokens {max_draft_tokens} leaves nothing to decide")
         self._max = max_draft_tokens
         self._chances = ChanceBook(max_draft_tokens)
+        self._beginnings = Beginnings(max_draft_tokens)
         self._costs = RowCosts()
-        self._worth = _Worth(max_draft_tokens)
+        self._worths: dict[int, _Worth] = {}  # by size class
         self._allowance = Allowance()
         self._balance = Balance()
         self._said: dict[RequestId, Sequence[float]] = {}  # of the step under way
         self._tokens_of_step = 0
-        self._plain_ago = 0  # steps since the last one without drafts
-        self._plain_every = _FIRST_INTERVAL
+        self._uneven = (
+            False  # of the step under way: whether it verifies more of some requests than of others
+        )
+        self._was_plain = True  # the step before
 
     def choose(self, batch_size: int, requests: Sequence[RequestId]) -> int:
         """Drafts per request, 0 .. max_draft_tokens, for the next step of this batch."""
-        if not self._costs.known or self._balance.behind or self._plain_ago >= self._plain_every:
+        if not self._costs.known or self._balance.behind:
             return 0
         rates = [self._rate(batch_size, num_draft) for num_draft in range(self._max + 1)]
         best = max(range(self._max + 1), key=rates.__getitem__)
-        if best == 0:
-            best = max(range(1, self._max + 1), key=rates.__getitem__)
-            loss = max(rates[0] / rates[best] - 1, _LEAST_LOSS)
-            return best if self._allowance.pay(loss * self._costs.verify_s(batch_size, batch_size)) else 0
-        return best
+        # What is not being done: plain steps, or drafting of the number that would be best.
+        other = 0 if best else max(range(1, self._max + 1), key=rates.__getitem__)
+        lost_share = max(rates[best] / rates[other] - 1, _LEAST_LOSS)
+        return other if self._allowance.pay(lost_share * self._step_s(batch_size, other)) else best
 
     def possible(self) -> range:
         """What `choose` may answer, ascending."""
@@ -79,76 +81,90 @@ class ConfidentPolicy:
         batch_size, num_draft = len(requests), len(confidences[0])
         self._said = dict(zip(requests, confidences, strict=True))
         chances = [self._chances.chances(*said) for said in self._said.items()]
-        draft_s = self._costs.draft_s(batch_size, num_draft)
-        counts = admit(chances, lambda tokens: draft_s + self._costs.verify_s(batch_size, tokens))
-        self._worth.add(chances, counts, _BLOCK_MEMORY if self._plain_ago else _PROBE_MEMORY)
-        return counts
+        costs = self._costs.verify_costs(batch_size, num_draft)
+        found = [
+            admit(chances, width, self._costs.draft_s(batch_size, width), costs)
+            for width in range(1, num_draft + 1)
+        ]
+        memory = _PROBE_MEMORY if self._was_plain else _BLOCK_MEMORY
+        self._worth(batch_size).add(batch_size, costs.even_s[0], found, memory)
+        self._uneven = len(set(found[-1].counts)) > 1
+        return found[-1].counts
 
     def observe_acceptance(self, request: RequestId, num_draft: int, accepted: int) -> None:
         """One request's outcome of a step that verified `num_draft` drafts; before that step's `observe_cost`."""
         said = self._said.pop(request, ())
         if num_draft and said:
             self._chances.observe(request, said[:num_draft], accepted)
+        self._beginnings.observe(request, num_draft, accepted)
         self._tokens_of_step += accepted + 1
 
     def observe_cost(
         self, batch_size: int, num_draft: int, draft_s: float, verify_s: float, num_verified: int
     ) -> None:
-        """One step's durations; `draft_s` is ignored when nothing was drafted. `num_verified`: drafts of all."""
-        self._costs.observe_verify(batch_size, batch_size + num_verified, verify_s)
+        """See `DraftingPolicy.observe_cost`."""
+        num_tokens, uneven = batch_size + num_verified, self._uneven
+        self._costs.observe_verify(batch_size, num_tokens, verify_s, uneven)
         step_s = verify_s
-        self._plain_ago += 1
         if num_draft:
             self._costs.observe_draft(batch_size, num_draft, draft_s)
             step_s += draft_s
-        else:
-            if self._plain_ago >= self._plain_every:
-                self._plain_every = min(2 * self._plain_every, _LARGEST_INTERVAL)
-            self._plain_ago = 0
         plain_s = self._costs.verify_s(batch_size, batch_size)
         expected_s = self._costs.draft_s(batch_size, num_draft)
-        expected_s += self._costs.verify_s(batch_size, batch_size + num_verified)
+        expected_s += self._costs.verify_s(batch_size, num_tokens, uneven)
         step_s = min(step_s, _LARGEST_STALL * expected_s)
         self._allowance.earn(step_s, plain_s)
         self._balance.add(self._tokens_of_step / batch_size * plain_s, step_s if num_draft else plain_s)
-        self._tokens_of_step = 0
+        self._tokens_of_step, self._uneven, self._was_plain = 0, False, not num_draft
 
     def forget(self, request: RequestId) -> None:
         """Drop what is known of a request that has ended."""
         self._chances.forget(request)
+        self._beginnings.forget(request)
 
     def _rate(self, batch_size: int, num_draft: int) -> float:
         """Tokens per second of the whole batch with so many drafts each, trimmed as of late."""
-        gained, verified = self._worth.upto(num_draft)
-        rows = round(batch_size * (1 + verified))
-        step_s = self._costs.draft_s(batch_size, num_draft) + self._costs.verify_s(batch_size, rows)
-        return batch_size * (1 + gained) / step_s
+        tokens = (1 + self._worth(batch_size).gained(num_draft)) * self._beginnings.factors()[num_draft]
+        return batch_size * tokens / self._step_s(batch_size, num_draft)
+
+    def _step_s(self, batch_size: int, num_draft: int) -> float:
+        """Seconds of a step like that."""
+        plain_steps = 1 + self._worth(batch_size).cost(num_draft)
+        return self._costs.draft_s(batch_size, num_draft) + plain_steps * self._costs.verify_s(
+            batch_size, batch_size
+        )
+
+    def _worth(self, batch_size: int) -> _Worth:
+        return self._worths.setdefault(size_class(batch_size), _Worth(self._max))
 
 
 class _Worth:
-    """What a request's draft j was worth of late: how often it was verified, and accepted tokens expected of that."""
+    """What one draft more was worth of late, draft by draft: the tokens that a request gains, and what they cost.
+
+    The cost is that of verifying, in plain steps of the batch. It is a mean of costs, for where costs have steps the
+    cost of a mean is another thing.
+    """
 
     def __init__(self, max_draft_tokens: int) -> None:
-        self._verified = [_FIRST_FALL**draft for draft in range(max_draft_tokens)]
-        self._gained = [_FIRST_GAIN * each for each in self._verified]
+        self._gained = [_FIRST_GAIN * _FIRST_FALL**draft for draft in range(max_draft_tokens)]
+        self._cost = [_FIRST_COST * _FIRST_FALL**draft for draft in range(max_draft_tokens)]
 
-    def add(self, chances: Sequence[Sequence[float]], counts: Sequence[int], memory: float) -> None:
-        """One step's blocks. Drafts beyond theirs are taken to fall off as their last one did."""
-        num_draft, batch_size = len(chances[0]), len(chances)
-        gained, verified = [0.0] * num_draft, [0.0] * num_draft
-        for each, count in zip(chances, counts, strict=True):
-            survival = 1.0
-            for draft in range(count):
-                survival *= each[draft]
-                gained[draft] += survival / batch_size
-                verified[draft] += 1 / batch_size
-        for kept, new in ((self._gained, gained), (self._verified, verified)):
-            for draft, value in enumerate(new):
-                kept[draft] = memory * kept[draft] + (1 - memory) * value
-            fall = kept[num_draft - 1] / kept[num_draft - 2] if num_draft > 1 and kept[num_draft - 2] else 1.0
-            for draft in range(num_draft, len(kept)):
-                kept[draft] = kept[draft - 1] * min(fall, _FIRST_FALL)
+    def add(self, batch_size: int, plain_s: float, found: Sequence[Admission], memory: float) -> None:
+        """One step's blocks, with 1, 2, ... drafts each. Drafts beyond are taken to fall off as the last one did."""
+        gained = [0.0, *(each.expected / batch_size - 1 for each in found)]
+        cost = [0.0, *(each.verify_s / plain_s - 1 for each in found)]
+        for kept, upto in ((self._gained, gained), (self._cost, cost)):
+            for draft, (below, value) in enumerate(pairwise(upto)):
+                kept[draft] = memory * kept[draft] + (1 - memory) * (value - below)
+            last = len(found) - 1
+            fall = kept[last] / kept[last - 1] if last and kept[last - 1] > 0 else 1.0
+            for draft in range(last + 1, len(kept)):
+                kept[draft] = kept[draft - 1] * max(min(fall, _FIRST_FALL), 0.0)
 
-    def upto(self, num_draft: int) -> tuple[float, float]:
-        """Tokens gained and drafts verified, of a request's first `num_draft` drafts."""
-        return sum(self._gained[:num_draft]), sum(self._verified[:num_draft])
+    def gained(self, num_draft: int) -> float:
+        """Tokens of a request, by so many drafts."""
+        return sum(self._gained[:num_draft])
+
+    def cost(self, num_draft: int) -> float:
+        """Of so many drafts, in plain steps."""
+        return sum(self._cost[:num_draft])
