@@ -3,10 +3,12 @@
     python -m tests.bench.scheduling [--pair smollm2 smollm2-dspark] [--batch 1 4 16] [--rounds 6] [--min-ratio 0.97]
     python -m tests.bench.scheduling --device cuda --batch 1 8 64 --fixed 0 1 2 3 5 7
 
-One engine for each pair and batch size answers the mixed built-in prompts, once with the policy that `draft_tokens =
-"adaptive"` gives a worker and once with each fixed number of drafts; who comes first changes from turn to turn, and the
+Engines of each pair and batch size answer the mixed built-in prompts, one with the policy that `draft_tokens =
+"adaptive"` gives a worker and one with each fixed number of drafts. They take turns of half a second, for a machine
+that others use may be a fifth slower a minute later, and another begins with each new lot of prompts. (On a GPU, where
+graphs are captured for each engine and time is steadier, one engine does it in all ways, one after the other.) The
 policy keeps what it learnt, as a worker's does. More prompts wait than the batch holds, so the next takes the place of
-one that is done, and only steps that decode a full batch and compute no prompt are counted. A first turn warms
+one that is done, and only steps that decode a full batch and compute no prompt are counted. A first lot warms
 everything up, uncounted.
 
 Every way must give the same answers. In bfloat16, where a token's rounding depends on how many are verified with it,
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -31,7 +34,7 @@ import torch
 
 from cluster.prompt_sets import builtin_prompts
 from drafter.policy import BlockLengthPolicy, DraftingPolicy
-from tests.bench.answers import Answers, answer, encoded
+from tests.bench.answers import Answering, Answers, answer, encoded
 from workers.aggregated import AggregatedEngine
 from workers.assembly import Models, build, load_models
 from workers.config import PairSpec, WorkerConfig
@@ -45,6 +48,7 @@ _WORTH_MORE, _TOKENS_MORE = 1.25, 0.05
 NEAR_TIE = 0.5  # nats between two tokens of which bfloat16 may take either
 _PROMPTS = 256
 _BATCHES_A_TURN, _KINDS = 3, 4  # of prompts
+_SLICE_S = 0.5
 
 
 @dataclass
@@ -142,21 +146,28 @@ class Bench:
         self._sampling = SamplingParams(max_tokens=options.max_tokens)
         self._clock = time.process_time if options.cpu_seconds else time.perf_counter
         config = worker_config(options.device, models.pair.name, batch, options.threads)
-        engine = build(config, models).engine
-        assert isinstance(engine, AggregatedEngine)
-        engine.decode.prepare()
-        if options.cpu_seconds:
-            step = engine.decode._step
-            assert isinstance(step, EagerStep)
-            step._clock = engine.decode._clock = self._clock
-        self._engine = engine
         assert models.drafter is not None
         largest = models.drafter.max_draft_tokens
         lengths = sorted({min(length, largest) for length in options.fixed or range(largest + 1)})
-        self._policies: dict[str, DraftingPolicy] = {SCHEDULED: engine.decode._policy}
+        ways = [SCHEDULED, *map(str, lengths)]
+        if options.device == "cuda":
+            self._engines, self._slice_s = dict.fromkeys(ways, self._engine(config, models)), math.inf
+        else:
+            self._engines, self._slice_s = {way: self._engine(config, models) for way in ways}, _SLICE_S
+        self._policies: dict[str, DraftingPolicy] = {SCHEDULED: self._engines[SCHEDULED].decode._policy}
         self._policies |= {str(length): BlockLengthPolicy(largest, length) for length in lengths}
         self._pair = models.pair.name
         self._exact = models.decoder.dtype != torch.bfloat16
+
+    def _engine(self, config: WorkerConfig, models: Models) -> AggregatedEngine:
+        engine = build(config, models).engine
+        assert isinstance(engine, AggregatedEngine)
+        engine.decode.prepare()
+        if self._clock is not time.perf_counter:
+            step = engine.decode._step
+            assert isinstance(step, EagerStep)
+            step._clock = engine.decode._clock = self._clock
+        return engine
 
     def run(self, prompts: Sequence[list[int]]) -> Row:
         totals = {way: Total() for way in self._policies}
@@ -164,15 +175,12 @@ class Bench:
         turns = batches(prompts, max(_BATCHES_A_TURN * self._batch, _KINDS))
         for turn in range(-1, self._rounds):
             chosen = next(turns)
-            answer(self._engine, chosen, msgspec.structs.replace(self._sampling, max_tokens=1))
-            said = {}
-            for way in ways_in_turn([*totals], turn):
-                self._engine.decode._policy = self._policies[way]
-                said[way] = answer(
-                    self._engine, chosen, self._sampling, full_batch=self._batch, clock=self._clock
-                )
-                if turn >= 0:
-                    totals[way].add(said[way])
+            for engine in {id(engine): engine for engine in self._engines.values()}.values():
+                answer(engine, chosen, msgspec.structs.replace(self._sampling, max_tokens=1))
+            said = self._said(chosen, ways_in_turn([*totals], turn))
+            if turn >= 0:
+                for way, found in said.items():
+                    totals[way].add(found)
             first, *others = said.values()
             for row, prompt in enumerate(chosen):
                 for other in others:
@@ -193,6 +201,26 @@ class Bench:
             wrong=wrong + broken_lengths(tokens_per_step),
         )
 
+    def _said(self, chosen: list[list[int]], ways: list[str]) -> dict[str, Answers]:
+        """The answers of every way, a slice of time each in turn."""
+        at_work: dict[str, Answering] = {}
+        said: dict[str, Answers] = {}
+        while len(said) < len(ways):
+            for way in ways:
+                if way in said:
+                    continue
+                engine, began_s = self._engines[way], time.perf_counter()
+                if way not in at_work:
+                    engine.decode._policy = self._policies[way]
+                    at_work[way] = Answering(
+                        engine, chosen, self._sampling, full_batch=self._batch, clock=self._clock
+                    )
+                while not at_work[way].done and time.perf_counter() - began_s < self._slice_s:
+                    at_work[way].step()
+                if at_work[way].done:
+                    said[way] = at_work[way].result()
+        return {way: said[way] for way in ways}
+
     def _unlike(self, prompt: list[int], one: list[int], other: list[int]) -> list[str]:
         """Why two answers to a prompt cannot both be right; empty when rounding explains them."""
         place = next(
@@ -203,7 +231,8 @@ class Bench:
         if self._exact:
             return [f"token {place} of an answer is {one[place]} or {other[place]}"]
         asked = SamplingParams(max_tokens=1, logprobs=20, draft_tokens=0)
-        top = dict(answer(self._engine, [[*prompt, *one[:place]]], asked).logprobs[0][0].top)
+        engine = self._engines[SCHEDULED]
+        top = dict(answer(engine, [[*prompt, *one[:place]]], asked).logprobs[0][0].top)
         apart = abs(top.get(one[place], -torch.inf) - top.get(other[place], -torch.inf))
         if apart <= NEAR_TIE:
             return []
