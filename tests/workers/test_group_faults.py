@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvmanager.ids import RequestId
 from kvmanager.manager import BatchLimits
@@ -30,7 +33,7 @@ from workers.errors import EngineFailed
 from workers.group.errors import GroupBroken
 from workers.group.follow import Follower, HeardTables, PoolSize
 from workers.group.gloo import Gloo
-from workers.group.plan import Row, pack_row
+from workers.group.plan import Row, pack_rows, unpack_rows
 from workers.group.ranks import GroupRanks, Seat
 from workers.host import EngineHost
 from workers.request import SamplingParams, SubmitRequest
@@ -189,7 +192,7 @@ def test_pages_outside_of_the_pool_are_no_step() -> None:
     tables = HeardTables(limits, PoolSize(row_pages=5, pool_pages=9), None)
 
     def row(pages: list[int]) -> Row:
-        packed = pack_row(pages, len(pages))
+        packed = np.array(pages, dtype="<i4").tobytes()
         return Row(
             request_id=RequestId("r"),
             length=3,
@@ -203,8 +206,16 @@ def test_pages_outside_of_the_pool_are_no_step() -> None:
     tables.show([row([3, 8])])
     assert tables.target_rows([RequestId("r")]).tolist() == [[3, 8, 0, 0, 0]]
     for pages in ([3, 9], [-1], [1, 2, 3, 4, 5, 6]):
-        with pytest.raises(ValueError, match=r"pool|broadcast"):
+        with pytest.raises(ValueError, match=r"pool of 9|6 pages of a request, and a row has 5"):
             tables.show([row(pages)])
+
+
+@given(st.lists(st.lists(st.integers(0, 8), min_size=5, max_size=5), max_size=4))
+def test_page_table_rows_arrive_as_they_were_without_the_dummy_pages_behind(rows: list[list[int]]) -> None:
+    table = np.array(rows, dtype=np.int32).reshape(-1, 5)
+    packed = pack_rows(table)
+    assert all(not each or each[-4:] != bytes(4) for each in packed)
+    assert unpack_rows(packed, 5, 9).tolist() == rows
 
 
 def together(size: int, act: Callable[[GroupRanks], Any]) -> list[Any]:

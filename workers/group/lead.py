@@ -12,12 +12,11 @@ from collections.abc import Sequence as Items
 from contextlib import contextmanager
 
 import msgspec
-import numpy as np
 from torch import Tensor
 
 from kvmanager.ids import RequestId
 from workers.faults import Fault
-from workers.group.plan import Beat, Chunk, Decode, Prefill, Row, Step, Stop, encode, pack_row
+from workers.group.plan import Beat, Chunk, Decode, Prefill, Row, Step, Stop, encode, pack_rows
 from workers.group.ranks import GroupRanks
 from workers.group.work import StepWork
 from workers.runner import ModelRunner, PromptChunk
@@ -155,23 +154,13 @@ class LeadingStep:
 
 
 def rows_of(runner: ModelRunner, lead: Lead, sequences: Items[Sequence]) -> tuple[Row, ...]:
-    """What the other ranks must know of a step's requests. Rows are sent without the dummy pages behind their own."""
-    target_rows = runner.target_rows(sequences)
+    """What the other ranks must know of a step's requests."""
     drafts = [sequence for sequence in sequences if sequence.drafting]
-    draft_rows = (
-        dict(zip((s.request_id for s in drafts), runner.draft_rows(drafts), strict=True)) if drafts else {}
-    )
-    begins = (
-        dict(zip((s.request_id for s in drafts), runner.draft_begins_of(drafts), strict=True))
-        if drafts
-        else {}
-    )
-    none = np.empty(0, dtype=np.int32)
-
-    def packed(row: Items[int]) -> bytes:
-        own = np.flatnonzero(row)
-        return pack_row(row, int(own[-1]) + 1 if own.size else 0)
-
+    draft_pages, draft_begins = dict[RequestId, bytes](), dict[RequestId, int]()
+    if drafts:
+        ids = [sequence.request_id for sequence in drafts]
+        draft_pages = dict(zip(ids, pack_rows(runner.draft_rows(drafts)), strict=True))
+        draft_begins = dict(zip(ids, runner.draft_begins_of(drafts), strict=True))
     return tuple(
         Row(
             request_id=sequence.request_id,
@@ -179,16 +168,16 @@ def rows_of(runner: ModelRunner, lead: Lead, sequences: Items[Sequence]) -> tupl
             sampling=sequence.sampling,
             drafting=sequence.drafting,
             draft_origin=sequence.draft_origin,
-            target_pages=packed(target_row),
-            draft_pages=packed(draft_rows.get(sequence.request_id, none)),
+            target_pages=target_pages,
+            draft_pages=draft_pages.get(sequence.request_id, b""),
             counts=sequence.counts.pairs() if sequence.counts is not None else None,
             banned=sequence.stop_token_ids if sequence.num_tokens_to_min else (),
             num_banned=sequence.num_tokens_to_min,
             rank=lead.rank_of(sequence.request_id),
-            draft_begin=begins.get(sequence.request_id, 0),
+            draft_begin=draft_begins.get(sequence.request_id, 0),
         )
-        for sequence, length, target_row in zip(
-            sequences, runner.lengths_of(sequences), target_rows, strict=True
+        for sequence, length, target_pages in zip(
+            sequences, runner.lengths_of(sequences), pack_rows(runner.target_rows(sequences)), strict=True
         )
     )
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence as Items
 import msgspec
 import numpy as np
 
-from kvmanager.ids import RequestId
+from kvmanager.ids import DUMMY_PAGE, RequestId
 from kvmanager.slots import PageTable
 from workers.request import SamplingParams
 
@@ -75,6 +75,8 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 Step = Prefill | Decode | Beat | Stop
 
+_PAGE_BYTES = 4
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Step] = msgspec.msgpack.Decoder(Step)
 
@@ -88,17 +90,22 @@ def decode(data: bytes) -> Step:
     return _decoder.decode(data)
 
 
-def pack_row(row: Items[int] | PageTable, num_pages: int) -> bytes:
-    """The first pages of a page table row."""
-    return np.asarray(row, dtype="<i4")[:num_pages].tobytes()
+def pack_rows(rows: PageTable) -> list[bytes]:
+    """Of each page table row [B, P] what `Row` carries: its pages up to the last that is not the dummy page."""
+    own = rows != DUMMY_PAGE
+    lengths = np.where(own.any(axis=1), rows.shape[1] - own[:, ::-1].argmax(axis=1), 0)
+    return [row[:length].tobytes() for row, length in zip(rows.astype("<i4", copy=False), lengths.tolist(), strict=True)]
 
 
 def unpack_rows(rows: Items[bytes], max_pages: int, pool_pages: int) -> PageTable:
-    """Int32 [B, max_pages], page 0 behind what was sent. Raises ValueError for pages outside of the pool."""
-    table = np.zeros((len(rows), max_pages), dtype=np.int32)
-    for place, row in zip(table, rows, strict=True):
-        pages = np.frombuffer(row, dtype="<i4")
-        place[: len(pages)] = pages
+    """Int32 [B, max_pages], the dummy page behind what was sent. Raises ValueError for pages outside of the pool, and
+    for more of them than a row has.
+    """
+    table = np.full((len(rows), max_pages), DUMMY_PAGE, dtype=np.int32)
+    lengths = np.array([len(row) for row in rows], dtype=np.int64) // _PAGE_BYTES
+    if (lengths > max_pages).any():
+        raise ValueError(f"a step names {lengths.max()} pages of a request, and a row has {max_pages}")
+    table[np.arange(max_pages) < lengths[:, None]] = np.frombuffer(b"".join(rows), dtype="<i4")
     if table.size and not 0 <= table.min() <= table.max() < pool_pages:
         raise ValueError(f"a step names pages outside of the pool of {pool_pages}")
     return table
