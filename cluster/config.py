@@ -44,6 +44,7 @@ RayAuthMode = Literal["disabled", "token"]
 DEFAULT_LISTEN = "127.0.0.1:50051"
 _CHUNK_TOKENS = 256
 _CHUNK_TOKENS_ON_GPU = 8192  # enough rows for matrix products at full speed
+_PACKED_TOKENS_ON_GPU = 512  # so few take it little longer than one; a CPU takes longer for every one
 
 
 class ConfigError(Exception):
@@ -83,7 +84,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     `registry` is where further gateways learn of the workers, and `attach` the registry that a gateway without workers
     of its own follows. A worker that dies, or says nothing for `silence_limit_s`, is replaced (`replace_workers`). On a
     Ray that was joined, `keep_workers` lets workers outlive their supervisor, named in `ray_namespace`.
-    `device` "auto" gives each rank a GPU when Ray has enough of them; `chunk_tokens` None follows from the device.
+    `device` "auto" gives each rank a GPU when Ray has enough of them. Prompts are computed in chunks of `chunk_tokens`,
+    and several in one step while they have no more than `packed_tokens` together; None follows from the device.
     `admission` "grow" lets generation workers take in more requests than their pools could finish at once.
     A request whose worker fails waits at most `replay_wait_s` for another, `max_replays` times in all.
     `local_prefill_tokens` is how much of a prompt a generation worker may compute itself instead of having it shipped;
@@ -126,6 +128,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_batch: int = 8
     max_seq_len: int = 2048
     chunk_tokens: int | None = None
+    packed_tokens: int | None = None
     drafting: bool = True
     draft_tokens: DraftPolicy | int = "adaptive"
     num_threads: int | None = None
@@ -248,6 +251,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         chunk_tokens = self.chunk_tokens
         if chunk_tokens is None:
             chunk_tokens = _CHUNK_TOKENS_ON_GPU if device == "cuda" else _CHUNK_TOKENS
+        packed_tokens = self.packed_tokens
+        if packed_tokens is None:
+            packed_tokens = min(_PACKED_TOKENS_ON_GPU, chunk_tokens) if device == "cuda" else 0
         num_threads = self.num_threads
         if num_threads is None and self.placement.by_label:  # other machines, whose cores are not this one's
             num_threads = max(1, int(self.placement.cpus))
@@ -268,6 +274,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             max_batch=self.max_batch,
             max_seq_len=self.max_seq_len,
             chunk_tokens=chunk_tokens,
+            packed_tokens=packed_tokens,
             drafting=self.drafting,
             draft_tokens=self.draft_tokens,
             num_threads=num_threads,

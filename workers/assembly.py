@@ -300,6 +300,7 @@ def build(config: WorkerConfig, models: Models, make_port: MakePort | None = Non
         model_pair=_model_pair(config, models) if config.prefix_cache else "",
         admission=config.admission,
         growth_tokens=_whole_pages(lookahead, config.page_size),
+        packed_tokens=0 if models.attention_dp else config.packed_tokens,
     )
     port: GroupPort | ApartPort | None = None
     engine: Engine

@@ -57,8 +57,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     `device` `auto` is the GPU when the worker's process sees one, else the CPU.
     `drafting` False loads no drafter. `max_waiting` bounds the queue of requests not admitted yet, `chunk_tokens` the
-    prompt tokens of one prefill step. `draft_kv` and `pool_layout`: see `kvmanager.layout`; `verify`, the check of
-    shipped KV: see `transceiver.content`. Both workers of a pair must have the same `draft_kv` and `verify`.
+    prompt tokens of one prefill step. Prompts share a step while they have no more than `packed_tokens` to compute
+    together; at 0 each has steps of its own, as it always has on ranks that keep requests apart.
+    `draft_kv` and `pool_layout`: see `kvmanager.layout`; `verify`, the check of shipped KV: see `transceiver.content`.
+    Both workers of a pair must have the same `draft_kv` and `verify`.
     `prefix_cache` keeps full pages of prompts for those that begin alike. `admission` is a generation worker's alone: a
     request gets all pages that it may need at once, or more as it grows (see `workers.growth`).
     `tensor_parallel_size` ranks share the models and every page (see `workers.group`); none of them waits for another
@@ -82,6 +84,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_waiting: int = 256
     admission: Admission = "full"
     chunk_tokens: int = 256
+    packed_tokens: int = 0
     drafting: bool = True
     draft_tokens: DraftPolicy | int = "full"
     num_threads: int = 1
@@ -96,6 +99,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for field in (*counts, "tensor_parallel_size"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
+        if not 0 <= self.packed_tokens <= self.chunk_tokens:
+            raise ValueError(
+                f"packed_tokens must be from 0 to chunk_tokens, which is {self.chunk_tokens}, got {self.packed_tokens}"
+            )
         if not self.rank_timeout_s > 0:
             raise ValueError(f"rank_timeout_s must be positive, got {self.rank_timeout_s}")
         if isinstance(self.draft_tokens, int) and self.draft_tokens < 0:

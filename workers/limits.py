@@ -16,6 +16,7 @@ from workers.sequence import Sequence
 @dataclass(frozen=True)
 class EngineLimits:
     """`chunk_tokens`: prompt positions computed per step, a multiple of the page size so that pages travel once.
+    `packed_tokens`: prompts share a step while they have no more positions together; 0 where each has its own.
 
     `max_draft_tokens`: 0 on a worker without a drafter. `model_pair` names what KV means, for the prefix cache; empty
     on a worker without one. `growth_tokens`: what a request gets at a time under admission "grow".
@@ -31,6 +32,7 @@ class EngineLimits:
     model_pair: str = ""
     admission: Admission = "full"
     growth_tokens: int = 0
+    packed_tokens: int = 0
 
     def page_keys(
         self, token_ids: Items[int], salt: str, known: tuple[PageKey, ...] = ()

@@ -3,8 +3,9 @@
     admitted ──add──▶ chunk ──▶ chunk ──▶ ... ──last chunk, first token──▶ decoding        anywhere ──remove──▶ gone
 
 A step is at most one chunk, of every rank where ranks keep requests apart, and an engine takes one decode step beside
-it: a long prompt delays the others' next token by one chunk and no more. A chunk computes the drafter's context with
-the target's KV, so whoever decodes behind it drafts as well as behind a prompt that was shipped.
+it: a long prompt delays the others' next token by one chunk and no more. Where few tokens take a step as long as some
+more, as on a GPU, short prompts behind the first go along with it. A chunk computes the drafter's context with the
+target's KV, so whoever decodes behind it drafts as well as behind a prompt that was shipped.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class PromptQueue:
         self._sequences.append(sequence)
 
     def step(self, events: list[EngineEvent]) -> list[Sequence]:
-        """Compute a chunk of the first prompt; the sequences whose first token is out. `events` get both."""
+        """Compute a step's chunks; the sequences whose first token is out. `events` get both."""
         chunks = next_chunks(self._sequences, self._ledger, self._limits)
         done = []
         for chunk, logits_1V in zip(chunks, self._runner.prefill(chunks), strict=True):
@@ -91,13 +92,23 @@ class PromptQueue:
 
 
 def next_chunks(sequences: Iterable[Sequence], ledger: Ledger, limits: EngineLimits) -> list[PromptChunk]:
-    """What a step computes of prompts in this order: a chunk of the first, on every rank that has one."""
+    """What a step computes of prompts in this order: a chunk of the first, on every rank that has one; and all that is
+    left of others, while the step stays within `packed_tokens`.
+    """
     firsts: dict[int, Sequence] = {}
+    others = []
     for sequence in sequences:
-        firsts.setdefault(ledger.rank_of(sequence.request_id), sequence)
+        if firsts.setdefault(ledger.rank_of(sequence.request_id), sequence) is not sequence:
+            others.append(sequence)
     chunks = []
     for sequence in firsts.values():
         start = ledger.length(sequence.request_id)
         end = min(start + limits.chunk_tokens, sequence.num_prompt_tokens)
         chunks.append(PromptChunk(sequence, start, end))
+    room = limits.packed_tokens - sum(chunk.end - chunk.start for chunk in chunks)
+    for sequence in others:
+        start, end = ledger.length(sequence.request_id), sequence.num_prompt_tokens
+        if end - start <= room and sequence.drafting == chunks[0].sequence.drafting:
+            chunks.append(PromptChunk(sequence, start, end))
+            room -= end - start
     return chunks

@@ -2,7 +2,7 @@
 
 One request's pass through it:
 
-    prefill_chunk [s, e)   target forward writes target KV of s..e-1; captured states become draft context of s..e-1
+    compute [s, e)         target forward writes target KV of s..e-1; captured states become draft context of s..e-1
     draft                  block query at start..start+block-1 over [context ; block]; its K/V is scratch
     verify                 target forward over [anchor, drafts] at start..start+k; states extend the draft context
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -54,9 +55,11 @@ class PromptRunner(Protocol):
     fault: Fault
 
     def prefill(self, chunks: Items[PromptChunk]) -> list[Tensor | None]:
-        """Compute chunks of different prompts, of each rank that keeps requests apart no more than one.
+        """Compute chunks of different prompts, all with the drafter's context or all without, in one forward pass. Of
+        ranks that keep requests apart each computes no more than one.
 
-        Returns of each what `ModelRunner.prefill_chunk` does.
+        Returns of each the logits [1, V] of its first new token, if it is a prompt's last. The caller commits the KV
+        lengths `end` afterwards.
         """
 
     def written(self) -> Callable[[], bool] | None:
@@ -91,40 +94,45 @@ class ModelRunner:
         return self._drafter.max_draft_tokens if self._drafter is not None else 0
 
     def prefill(self, chunks: Items[PromptChunk]) -> list[Tensor | None]:
-        return [self.prefill_chunk(chunk.sequence, chunk.start, chunk.end) for chunk in chunks]
+        """See `PromptRunner.prefill`."""
+        logits = self.compute(
+            [chunk.sequence for chunk in chunks],
+            [chunk.token_ids for chunk in chunks],
+            [chunk.start for chunk in chunks],
+            [chunk.last for chunk in chunks],
+        )
+        for chunk in chunks:
+            chunk.sequence.prompt_tokens_computed += chunk.end - chunk.start
+        return logits
 
-    def prefill_chunk(self, sequence: Sequence, start: int, end: int) -> Tensor | None:
-        """Compute prompt positions start..end-1. Returns the logits [1, V] of the first new token after the last chunk.
-
-        The caller commits the KV length `end` afterwards.
-        """
-        last = end == sequence.num_prompt_tokens
-        logits_1V = self.compute_chunk(sequence, sequence.prompt_token_ids[start:end], start, last=last)
-        sequence.prompt_tokens_computed += end - start
-        return logits_1V
-
-    def compute_chunk(
+    def compute(
         self,
-        sequence: Sequence,
-        token_ids: Items[int],
-        start: int,
-        *,
-        last: bool,
+        sequences: Items[Sequence],
+        token_ids: Items[Items[int]],
+        starts: Items[int],
+        last: Items[bool],
         rows_by_rank: Items[int] = (),
-    ) -> Tensor | None:
-        """Compute prompt positions from `start` on. Returns the logits [1, V] behind the `last` chunk.
+    ) -> list[Tensor | None]:
+        """Compute prompt positions from starts[b] on. Returns logits [1, V] behind those that are a prompt's `last`.
 
         Here and below, rows_by_rank: see `Decoder.forward`.
         """
-        end = start + len(token_ids)
-        positions_T = torch.arange(start, end, device=self.device)
+        q_lens = [len(tokens) for tokens in token_ids]
+        ends = [start + q_len for start, q_len in zip(starts, q_lens, strict=True)]
+        positions_T = self._ranges(starts, ends)
         # Of a long prompt, a drafter with a window never reads what lies before the last of it.
-        unread = min(max(self._window_from(sequence.num_prompt_tokens) - start, 0), end - start)
-        tokens_T = self._tokens(token_ids)
-        hidden_TH = self._forward(
-            [sequence], tokens_T, positions_T, [end - start], [end], unread, rows_by_rank
-        )
-        return self._decoder.logits(hidden_TH[-1:]) if last else None
+        unread = [
+            min(max(self._window_from(sequence.num_prompt_tokens) - start, 0), q_len)
+            for sequence, start, q_len in zip(sequences, starts, q_lens, strict=True)
+        ]
+        tokens_T = self._tokens([token for tokens in token_ids for token in tokens])
+        hidden_TH = self._forward(sequences, tokens_T, positions_T, q_lens, ends, unread, rows_by_rank)
+        ends_T = [end - 1 for end, is_last in zip(accumulate(q_lens), last, strict=True) if is_last]
+        if not ends_T:
+            return [None] * len(sequences)
+        ends_TH = hidden_TH[-1:] if ends_T == [len(tokens_T) - 1] else hidden_TH[self._tokens(ends_T)]
+        logits = iter(self._decoder.logits(ends_TH).split(1))
+        return [next(logits) if is_last else None for is_last in last]
 
     def written(self) -> Callable[[], bool] | None:
         """Tells, from any thread, whether the device has finished all forwards launched so far.
@@ -198,14 +206,13 @@ class ModelRunner:
         positions_T: Tensor,
         q_lens: list[int],
         kv_lens: list[int],
-        unread: int = 0,
+        unread: Items[int] = (),
         rows_by_rank: Items[int] = (),
     ) -> Tensor:
-        """Target forward; with drafting, also appends the draft context of the same positions.
-
-        Of a single request, the first `unread` of them stay out of it.
+        """Target forward; with drafting, also appends the draft context of the same positions, of each request but the
+        first unread[b] of them. Something is read of every request, or of none.
         """
-        drafting = sequences[0].drafting and unread < len(tokens_T)
+        drafting = sequences[0].drafting and sum(unread) < len(tokens_T)
         drafter, attention = self._drafter, self._draft_attention
         taps = drafter.tap_layer_ids if drafter is not None and drafting else ()
         rows = torch.from_numpy(self.target_rows(sequences))
@@ -213,10 +220,18 @@ class ModelRunner:
         output = self._decoder.forward(
             tokens_T, positions_T, self._target_attention, plan, taps, rows_by_rank
         )
-        if output.taps_TX is not None and drafter is not None and attention is not None:
-            read_lens = [q_len - unread for q_len in q_lens]
-            draft_plan = self._draft_plan(sequences, read_lens, kv_lens)
-            drafter.append_context(output.taps_TX[unread:], positions_T[unread:], attention, draft_plan)
+        if output.taps_TX is None or drafter is None or attention is None:
+            return output.hidden_TH
+        taps_TX = output.taps_TX
+        if any(unread):
+            behind = list(accumulate(q_lens))
+            read_T = self._ranges(
+                [end - q_len + skipped for end, q_len, skipped in zip(behind, q_lens, unread, strict=True)],
+                behind,
+            )
+            taps_TX, positions_T = taps_TX[read_T], positions_T[read_T]
+            q_lens = [q_len - skipped for q_len, skipped in zip(q_lens, unread, strict=True)]
+        drafter.append_context(taps_TX, positions_T, attention, self._draft_plan(sequences, q_lens, kv_lens))
         return output.hidden_TH
 
     def lengths_of(self, sequences: Items[Sequence]) -> list[int]:
@@ -271,6 +286,11 @@ class ModelRunner:
 
     def _tokens(self, ids: Items[int]) -> Tensor:
         return upload(torch.tensor(ids, dtype=torch.int64), self.device)
+
+    def _ranges(self, starts: Items[int], ends: Items[int]) -> Tensor:
+        """starts[b] .. ends[b]-1 of every b, flat."""
+        ranges = [torch.arange(start, end) for start, end in zip(starts, ends, strict=True)]
+        return upload(torch.cat(ranges), self.device)
 
     def _spans(self, starts: list[int], width: int) -> Tensor:
         """Positions starts[b] .. starts[b]+width-1 of every request, flat [B*width]."""

@@ -100,6 +100,13 @@ def test_prompts_are_computed_in_larger_chunks_on_a_gpu_unless_told_otherwise() 
     assert [told.worker_config("context", gpus).chunk_tokens for gpus in (0, 1)] == [64, 64]
 
 
+def test_short_prompts_share_a_step_on_a_gpu_unless_told_otherwise() -> None:
+    plain, told = load_config(None, {}), load_config(None, {"packed_tokens": 48})
+    assert [plain.worker_config("context", gpus).packed_tokens for gpus in (0, 1)] == [0, 512]
+    assert [told.worker_config("context", gpus).packed_tokens for gpus in (0, 1)] == [48, 48]
+    assert load_config(None, {"chunk_tokens": 64}).worker_config("context", 1).packed_tokens == 64
+
+
 def test_the_ranks_of_a_role_take_gpus_threads_and_a_place_of_their_own() -> None:
     values = {"aggregated": {"tensor_parallel_size": 2}, "mode": "aggregated", "aggregated_workers": 3}
     config = load_config(None, values)

@@ -70,6 +70,15 @@ def test_float32_tokens_are_those_of_the_cpu_without_drafting(chats: list[list[i
     assert not differing
 
 
+def test_prompts_that_share_a_step_say_what_they_say_alone(chats: list[list[int]]) -> None:
+    models, short = load("float32", "cuda"), [chat[-40:] for chat in chats]
+    sampling = SamplingParams(max_tokens=32, ignore_eos=True)
+    alone, packed = (
+        run_with(models, short, sampling, dtype="float32", packed_tokens=tokens) for tokens in (0, 256)
+    )
+    assert packed == alone
+
+
 def run_with(
     models: Models, prompts: list[list[int]], sampling: SamplingParams, **changes: object
 ) -> list[list[int]]:

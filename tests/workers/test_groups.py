@@ -27,7 +27,7 @@ PENALISED = SamplingParams(
 )
 SAMPLINGS = (GREEDY, SAMPLED, PENALISED)
 PROMPTS = [[(seed * 5 + i * i * seed + i) % VOCAB for i in range(9 + 4 * seed)] for seed in (1, 2, 3)]
-SMALL: dict[str, Any] = {"dtype": "float64", "page_size": 4, "chunk": 8}
+SMALL: dict[str, Any] = {"dtype": "float64", "page_size": 4, "chunk": 32, "packed_tokens": 32}
 HEADS = {"num_attention_heads": 4, "head_dim": 8}
 
 

@@ -103,6 +103,7 @@ class Setting:
     prefix_cache: bool
     roomy: bool
     local_prefill_tokens: int
+    packed_tokens: int
     faults: Faults
     seed: int
 
@@ -150,6 +151,7 @@ def setups(draw: st.DrawFn) -> Setting:
         prefix_cache=draw(st.booleans()),
         roomy=draw(st.booleans()),
         local_prefill_tokens=draw(st.sampled_from([0, 0, 5, 60])),
+        packed_tokens=draw(st.sampled_from([0, 8, 24])),
         faults=faults,
         seed=draw(st.integers(0, 2**16)),
     )
@@ -158,7 +160,7 @@ def setups(draw: st.DrawFn) -> Setting:
 def worker(role: Role, place: int, setting: Setting) -> WorkerConfig:
     page_size = setting.page_sizes[place]
     pages = (400 if setting.roomy else 100) // page_size + 2
-    base = config(role, pages=pages, max_batch=4, chunk=8)
+    base = config(role, pages=pages, max_batch=4, chunk=max(8, setting.packed_tokens))
     return msgspec.structs.replace(
         base,
         dtype="float64",
@@ -168,6 +170,7 @@ def worker(role: Role, place: int, setting: Setting) -> WorkerConfig:
         pool_layout=setting.layouts[place],
         prefix_cache=setting.prefix_cache,
         verify=setting.verify,
+        packed_tokens=setting.packed_tokens,
     )
 
 

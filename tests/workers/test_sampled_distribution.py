@@ -33,6 +33,7 @@ from tests.workers.test_block_scheduling import Whim
 from workers.aggregated import AggregatedEngine
 from workers.assembly import Models, build
 from workers.request import SamplingParams, SubmitRequest
+from workers.runner import PromptChunk
 from workers.sampler import Sampler
 from workers.sequence import Sequence
 from workers.step import Trim
@@ -98,7 +99,7 @@ def logits_behind(models: Models) -> Behind:
         for context in contexts:
             sequence = engine._limits.sequence(RequestId("x"), tuple(context), SamplingParams(max_tokens=1))
             engine.ledger.reserve(sequence.request_id, len(context))
-            logits = engine._runner.prefill_chunk(sequence, 0, len(context))
+            (logits,) = engine._runner.prefill([PromptChunk(sequence, 0, len(context))])
             assert logits is not None
             rows.append(logits[0])
             engine.ledger.free(sequence.request_id)

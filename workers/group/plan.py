@@ -52,7 +52,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Prefill(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Compute chunks of different prompts; several only where every rank has requests of its own, one of each rank."""
+    """Compute chunks of different prompts; no more than one of each rank where every rank has requests of its own."""
 
     chunks: tuple[Chunk, ...]
 
@@ -94,7 +94,10 @@ def pack_rows(rows: PageTable) -> list[bytes]:
     """Of each page table row [B, P] what `Row` carries: its pages up to the last that is not the dummy page."""
     own = rows != DUMMY_PAGE
     lengths = np.where(own.any(axis=1), rows.shape[1] - own[:, ::-1].argmax(axis=1), 0)
-    return [row[:length].tobytes() for row, length in zip(rows.astype("<i4", copy=False), lengths.tolist(), strict=True)]
+    return [
+        row[:length].tobytes()
+        for row, length in zip(rows.astype("<i4", copy=False), lengths.tolist(), strict=True)
+    ]
 
 
 def unpack_rows(rows: Items[bytes], max_pages: int, pool_pages: int) -> PageTable:

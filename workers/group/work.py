@@ -38,7 +38,7 @@ class StepWork(Protocol):
         """Those whose pages lie on this rank."""
 
     def prefill(self, sequences: Items[Sequence], prefill: Prefill) -> list[Tensor | None]:
-        """As `ModelRunner.compute_chunk`, of each chunk."""
+        """As `ModelRunner.prefill`."""
 
     def decode(self, sequences: Items[Sequence], decode: Decode) -> StepOutcome:
         """As `DecodeStep.run`, of all requests in the step's order."""
@@ -54,10 +54,13 @@ class SharedWork:
         return list(rows)
 
     def prefill(self, sequences: Items[Sequence], prefill: Prefill) -> list[Tensor | None]:
-        return [
-            self._runner.compute_chunk(sequence, chunk.token_ids, chunk.row.length, last=chunk.last)
-            for sequence, chunk in zip(sequences, prefill.chunks, strict=True)
-        ]
+        chunks = prefill.chunks
+        return self._runner.compute(
+            sequences,
+            [chunk.token_ids for chunk in chunks],
+            [chunk.row.length for chunk in chunks],
+            [chunk.last for chunk in chunks],
+        )
 
     def decode(self, sequences: Items[Sequence], decode: Decode) -> StepOutcome:
         return self._step.run(sequences, decode.num_draft)
@@ -82,8 +85,8 @@ class OwnWork:
         logits_1V: Tensor | None = None
         if own is not None:
             sequence, chunk = own
-            logits_1V = self._runner.compute_chunk(
-                sequence, chunk.token_ids, chunk.row.length, last=chunk.last, rows_by_rank=rows_by_rank
+            (logits_1V,) = self._runner.compute(
+                [sequence], [chunk.token_ids], [chunk.row.length], [chunk.last], rows_by_rank
             )
         else:
             self._runner.assist(rows_by_rank)

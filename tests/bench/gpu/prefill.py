@@ -15,6 +15,7 @@ from tests.bench.gpu.figures import report
 from tests.bench.gpu.shape8b import HEAD_DIM, HEADS, Shape
 from workers.assembly import build
 from workers.request import SamplingParams
+from workers.runner import PromptChunk
 from workers.sequence import Sequence
 
 
@@ -38,7 +39,9 @@ def main() -> None:
         prompt_token_ids=tuple(range(10, tokens + 10)),
     )
     with torch.inference_mode():
-        prefill_s = limits.seconds(lambda: runner.prefill_chunk(sequence, 0, tokens), options.repeats)
+        prefill_s = limits.seconds(
+            lambda: runner.prefill([PromptChunk(sequence, 0, tokens)]), options.repeats
+        )
     layers = shape.num_layers * shape.layer_weights + shape.context_weights
     operations = 2 * layers * tokens + 2 * tokens * tokens * HEADS * HEAD_DIM * shape.num_layers
     rate = operations / prefill_s
