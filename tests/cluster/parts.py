@@ -36,15 +36,19 @@ class Part:
                 start_new_session=True,
             )
 
-    def wait_for(self, pattern: str, timeout_s: float = START_TIMEOUT_S) -> re.Match[str]:
+    def wait_for(
+        self, pattern: str, timeout_s: float = START_TIMEOUT_S, *, beside: Sequence[Part] = ()
+    ) -> re.Match[str]:
+        """Of its output. Fails, with what all of them said, when it takes too long or one of them ends before."""
         until_s = time.monotonic() + timeout_s
         while time.monotonic() < until_s:
             match = re.search(pattern, self.log.read_text())
             if match is not None:
                 return match
-            assert self.process.poll() is None, self.log.read_text()
+            if any(part.process.poll() is not None for part in (self, *beside)):
+                break
             time.sleep(0.02)
-        raise AssertionError(self.log.read_text())
+        raise AssertionError("\n".join(part.log.read_text() for part in (self, *beside)))
 
     def kill(self) -> None:
         if self.process.poll() is None:

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -122,47 +123,50 @@ def test_the_charts_pods_serve_drain_and_end_as_kubernetes_runs_them(head: RayHe
     objects = render(*example("laptop"))
     [supervisor] = one(objects, "Deployment", "-supervisor")["spec"]["template"]["spec"]["containers"]
     [gateway] = one(objects, "Deployment", "-gateway")["spec"]["template"]["spec"]["containers"]
-    registry, grpc, http, *metrics = free_ports(5)
+    # As KubeRay starts the groups' pods: labels, and the CPUs of their limits.
+    for node_ip, role in (("127.0.0.2", "context"), ("127.0.0.3", "generation")):
+        head.add_node(Host(node_ip), "--num-cpus=1", f"--labels=slipstream/role={role}")
+    registry, grpc, http, *metrics = free_ports(5)  # which the nodes' own, chosen at random, are none of
     config = one(objects, "ConfigMap", "-config")["data"]["slipstream.toml"]
     for its, ours in ((":50051", grpc), (":8000", http), (":50052", registry)):
         config = config.replace(f"0.0.0.0{its}", f"127.0.0.1:{ours}")
     config = config.replace("slip-slipstream-registry:50052", f"127.0.0.1:{registry}")
-    # As KubeRay starts the groups' pods: labels, and the CPUs of their limits.
-    for node_ip, role in (("127.0.0.2", "context"), ("127.0.0.3", "generation")):
-        head.add_node(Host(node_ip), "--num-cpus=1", f"--labels=slipstream/role={role}")
 
     def run(command: list[str], port: int, **env: str) -> Part:
         """A container's command, with a metrics port of its own as every pod has its own address."""
         path = head.home / f"{port}.toml"
         path.write_text(config.replace("0.0.0.0:9090", f"127.0.0.1:{port}"))
         command = [word.replace("/etc/slipstream/config/slipstream.toml", str(path)) for word in command]
-        return Part(head.home / f"{port}.log", env={**head.env, **env}, command=command)
+        part = Part(head.home / f"{port}.log", env={**head.env, **env}, command=command)
+        parts.callback(part.kill)
+        return part
 
-    script = [*supervisor["command"], *supervisor["args"]]
-    keeping = run(script, metrics[0], RAY_ADDRESS=head.address, POD_IP="127.0.0.4")
-    serving = run(gateway["command"], metrics[1])
-    serving.wait_for("ready on", 150)
-    address = f"127.0.0.1:{grpc}"
-    with Client(address) as client:
-        assert "".join(event.text for event in client.generate([("user", "hello")], max_tokens=4))
-    test = one(objects, "Pod", "-test-generate")["spec"]["containers"][0]
-    asked = run(test["command"], 0, SLIPSTREAM_SERVER=address)  # what `helm test` runs
-    assert asked.process.wait(timeout=60) == 0, asked.log.read_text()
-    nodes = {name: worker.address.split(":")[0] for name, worker in workers_at(address).items()}
-    assert nodes == {"context-0": "127.0.0.2", "generation-0": "127.0.0.3"}
+    with ExitStack() as parts:
+        script = [*supervisor["command"], *supervisor["args"]]
+        keeping = run(script, metrics[0], RAY_ADDRESS=head.address, POD_IP="127.0.0.4")
+        serving = run(gateway["command"], metrics[1])
+        serving.wait_for("ready on", 150, beside=[keeping])
+        address = f"127.0.0.1:{grpc}"
+        with Client(address) as client:
+            assert "".join(event.text for event in client.generate([("user", "hello")], max_tokens=4))
+        test = one(objects, "Pod", "-test-generate")["spec"]["containers"][0]
+        asked = run(test["command"], 0, SLIPSTREAM_SERVER=address)  # what `helm test` runs
+        assert asked.process.wait(timeout=60) == 0, asked.log.read_text()
+        nodes = {name: worker.address.split(":")[0] for name, worker in workers_at(address).items()}
+        assert nodes == {"context-0": "127.0.0.2", "generation-0": "127.0.0.3"}
 
-    assert keeping.end() == 0  # its pod is replaced: the workers stay, and so does the service
-    with Client(address) as client:
-        assert "".join(event.text for event in client.generate([("user", "hello")], max_tokens=4))
-    [pod] = [pod for where, pod in pods(objects) if where.endswith(" generation")]
-    hook = pod["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
-    drained = run(hook, 0)
-    assert drained.process.wait(timeout=60) == 0
-    assert "generation-0 is drained" in drained.log.read_text()
-    assert {worker.state for worker in workers_at(address).values()} == {admin_pb2.WORKER_STATE_DRAINING}
-    assert serving.end() == 0
-    for part in (keeping, serving):
-        assert "Traceback" not in part.log.read_text()
+        assert keeping.end() == 0  # its pod is replaced: the workers stay, and so does the service
+        with Client(address) as client:
+            assert "".join(event.text for event in client.generate([("user", "hello")], max_tokens=4))
+        [pod] = [pod for where, pod in pods(objects) if where.endswith(" generation")]
+        hook = pod["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+        drained = run(hook, 0)
+        assert drained.process.wait(timeout=60) == 0
+        assert "generation-0 is drained" in drained.log.read_text()
+        assert {worker.state for worker in workers_at(address).values()} == {admin_pb2.WORKER_STATE_DRAINING}
+        assert serving.end() == 0
+        for part in (keeping, serving):
+            assert "Traceback" not in part.log.read_text()
 
 
 @without_token
