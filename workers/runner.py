@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -152,15 +153,16 @@ class ModelRunner:
             raise ValueError("this worker has no drafter")
         block = drafter.block_size
         starts = self.lengths_of(sequences)
+        ends = [start + block for start in starts]
         plan = self._draft_plan(
             sequences,
             [block] * len(sequences),
-            [start + block for start in starts],
+            ends,
             [self._window_from(start) for start in starts],
             drafter.config.masks,
         )
         anchors_B = self._tokens([s.last_token for s in sequences])
-        return drafter.propose(anchors_B, self._spans(starts, block), num_draft, attention, plan, choice)
+        return drafter.propose(anchors_B, self._ranges(starts, ends), num_draft, attention, plan, choice)
 
     def verify(self, sequences: Items[Sequence], drafts_BK: Tensor) -> Tensor:
         """Target logits [B, K+1, V] behind each request's newest token and its K draft tokens (K may be 0)."""
@@ -180,9 +182,10 @@ class ModelRunner:
         widths = [count + 1 for count in counts]
         anchors_B1 = self._tokens([s.last_token for s in sequences]).unsqueeze(1)
         tokens_BW = torch.cat([anchors_B1, drafts_BK], dim=1)
-        positions_BW = self._spans(starts, tokens_BW.shape[1]).view(tokens_BW.shape)
-        if min(widths) < tokens_BW.shape[1]:
-            ahead_W = torch.arange(tokens_BW.shape[1], device=self.device)
+        most = tokens_BW.shape[1]
+        positions_BW = self._ranges(starts, [start + most for start in starts]).view(tokens_BW.shape)
+        if min(widths) < most:
+            ahead_W = torch.arange(most, device=self.device)
             verified_BW = ahead_W < self._tokens(widths).unsqueeze(1)
             tokens_T, positions_T = tokens_BW[verified_BW], positions_BW[verified_BW]
         else:
@@ -289,10 +292,5 @@ class ModelRunner:
 
     def _ranges(self, starts: Items[int], ends: Items[int]) -> Tensor:
         """starts[b] .. ends[b]-1 of every b, flat."""
-        ranges = [torch.arange(start, end) for start, end in zip(starts, ends, strict=True)]
-        return upload(torch.cat(ranges), self.device)
-
-    def _spans(self, starts: list[int], width: int) -> Tensor:
-        """Positions starts[b] .. starts[b]+width-1 of every request, flat [B*width]."""
-        starts_B1 = self._tokens(starts).unsqueeze(1)
-        return (starts_B1 + torch.arange(width, device=self.device)).flatten()
+        ranges = [np.arange(start, end) for start, end in zip(starts, ends, strict=True)]
+        return upload(torch.from_numpy(np.concatenate(ranges)), self.device)
