@@ -76,6 +76,15 @@ class Outcome:
         return self.finish is not None or self.refused is not None
 
 
+def account(outcomes: Sequence[Outcome]) -> list[tuple[list[int], int, tuple[int, ...]]]:
+    """Tokens, decode steps, and acceptances by draft position, of those that were answered."""
+    return [
+        (each.tokens, each.stats.decode_steps, each.stats.accepted_by_position)
+        for each in outcomes
+        if each.stats is not None
+    ]
+
+
 def run_aggregated(
     models: Models, prompts: Sequence[Sequence[int]], sampling: SamplingParams, **options: object
 ) -> list[Outcome]:

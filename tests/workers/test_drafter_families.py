@@ -21,7 +21,7 @@ from kvmanager.layout import DraftKv
 from tests.workers.families import FAMILIES, NOT_SERVED, TESTED_APART
 from tests.workers.random_pair import VOCAB, dflash2, dspark, load_random_pair
 from tests.workers.replaying_pair import Answer, ReplayingPair
-from tests.workers.split_pair import Outcome, SplitPair, config, run_aggregated
+from tests.workers.split_pair import Outcome, SplitPair, account, config, run_aggregated
 from workers.assembly import Models, build
 from workers.errors import ModelMismatch
 from workers.faults import Fault
@@ -68,15 +68,6 @@ def test_every_family_has_a_row_or_is_known_to_have_none() -> None:
 
 def prompt(length: int, seed: int = 1) -> list[int]:
     return [(seed * 5 + i * i * seed + i) % VOCAB for i in range(length)]
-
-
-def account(outcomes: list[Outcome]) -> list[tuple[list[int], int, tuple[int, ...]]]:
-    """Tokens, steps and acceptances by draft position."""
-    return [
-        (outcome.tokens, outcome.stats.decode_steps, outcome.stats.accepted_by_position)
-        for outcome in outcomes
-        if outcome.stats is not None
-    ]
 
 
 def split_pair(models: Models, form: DraftKv, **more: Any) -> SplitPair:

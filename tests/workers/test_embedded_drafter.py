@@ -31,7 +31,7 @@ from tests.workers.embedded_pair import (
 from tests.workers.group_of_threads import group
 from tests.workers.group_pair import GroupPair
 from tests.workers.replaying_pair import ReplayingPair
-from tests.workers.split_pair import Outcome, SplitPair, answers, config, run_aggregated
+from tests.workers.split_pair import Outcome, SplitPair, account, answers, config, run_aggregated
 from tests.workers.tiny_checkpoints import dense_forward, random_tensors
 from workers.aggregated import AggregatedEngine
 from workers.assembly import Models, build, load_models
@@ -57,15 +57,6 @@ def pair_of_models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 def prompt(length: int, seed: int = 1) -> list[int]:
     return [(seed * 5 + i * i * seed + i) % VOCAB for i in range(length)]
-
-
-def account(outcomes: list[Outcome]) -> list[tuple[list[int], int, tuple[int, ...]]]:
-    """Tokens, steps and acceptances by draft position."""
-    return [
-        (outcome.tokens, outcome.stats.decode_steps, outcome.stats.accepted_by_position)
-        for outcome in outcomes
-        if outcome.stats is not None
-    ]
 
 
 def split_pair(models: Models, **more: Any) -> SplitPair:

@@ -18,7 +18,7 @@ from tests.workers.group_of_threads import group
 from tests.workers.group_pair import GroupPair
 from tests.workers.paged import PagedDecoder
 from tests.workers.random_pair import VOCAB, dspark, load_pair, write_random_pair
-from tests.workers.split_pair import Outcome, SplitPair, answers, config, run_aggregated
+from tests.workers.split_pair import Outcome, SplitPair, account, answers, config, run_aggregated
 from tests.workers.tiny_checkpoints import (
     config_of,
     dense_forward,
@@ -231,14 +231,6 @@ def test_a_plan_counts_the_weights_that_a_rank_keeps(
     parts = [decoder.embed_weight, decoder.lm_head, decoder._layers, decoder._final_norm]
     assert sum(held(parts, {}).values()) == planned.of_experts + planned.others
     assert (planned.of_experts > 0) == (family == "qwen3_moe")
-
-
-def account(outcomes: list[Outcome]) -> list[tuple[list[int], int, tuple[int, ...]]]:
-    return [
-        (each.tokens, each.stats.decode_steps, each.stats.accepted_by_position)
-        for each in outcomes
-        if each.stats is not None
-    ]
 
 
 def split(models: Models, sampling: SamplingParams) -> list[Outcome]:

@@ -10,7 +10,7 @@ import torch
 
 from tests.workers.group_of_threads import group, on_ranks
 from tests.workers.random_pair import VOCAB, dflash2, dspark, load_pair, write_random_pair
-from tests.workers.split_pair import Outcome, answers, config, run_aggregated
+from tests.workers.split_pair import account, answers, config, run_aggregated
 from workers.group.ranks import GroupRanks
 from workers.request import SamplingParams
 
@@ -29,14 +29,6 @@ SAMPLINGS = (GREEDY, SAMPLED, PENALISED)
 PROMPTS = [[(seed * 5 + i * i * seed + i) % VOCAB for i in range(9 + 4 * seed)] for seed in (1, 2, 3)]
 SMALL: dict[str, Any] = {"dtype": "float64", "page_size": 4, "chunk": 32, "packed_tokens": 32}
 HEADS = {"num_attention_heads": 4, "head_dim": 8}
-
-
-def account(outcomes: list[Outcome]) -> list[tuple[list[int], int, tuple[int, ...]]]:
-    return [
-        (each.tokens, each.stats.decode_steps, each.stats.accepted_by_position)
-        for each in outcomes
-        if each.stats is not None
-    ]
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
