@@ -44,7 +44,7 @@ RayAuthMode = Literal["disabled", "token"]
 DEFAULT_LISTEN = "127.0.0.1:50051"
 _CHUNK_TOKENS = 256
 _CHUNK_TOKENS_ON_GPU = 8192  # enough rows for matrix products at full speed
-_PACKED_TOKENS_ON_GPU = 512  # so few take it little longer than one; a CPU takes longer for every one
+PACKED_TOKENS_ON_GPU = 512  # so few take it little longer than one; a CPU takes longer for every one
 
 
 class ConfigError(Exception):
@@ -253,7 +253,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             chunk_tokens = _CHUNK_TOKENS_ON_GPU if device == "cuda" else _CHUNK_TOKENS
         packed_tokens = self.packed_tokens
         if packed_tokens is None:
-            packed_tokens = min(_PACKED_TOKENS_ON_GPU, chunk_tokens) if device == "cuda" else 0
+            packed_tokens = min(PACKED_TOKENS_ON_GPU, chunk_tokens) if device == "cuda" else 0
         num_threads = self.num_threads
         if num_threads is None and self.placement.by_label:  # other machines, whose cores are not this one's
             num_threads = max(1, int(self.placement.cpus))

@@ -1,15 +1,15 @@
 """Decode speed with scheduled draft blocks, beside every fixed block length, on the same prompts in the same turns.
 
     python -m tests.bench.scheduling [--pair smollm2 smollm2-dspark] [--batch 1 4 16] [--rounds 6] [--min-ratio 0.97]
-    python -m tests.bench.scheduling --device cuda --batch 1 8 64 --fixed 0 1 2 3 5 7
+    python -m tests.bench.scheduling --device cuda --batch 1 8 64 --fixed 0 1 2 3 5 7 --max-tokens 256
 
 Engines of each pair and batch size answer the mixed built-in prompts, one with the policy that `draft_tokens =
 "adaptive"` gives a worker and one with each fixed number of drafts. They take turns of half a second, for a machine
 that others use may be a fifth slower a minute later, and another begins with each new lot of prompts. (On a GPU, where
 graphs are captured for each engine and time is steadier, one engine does it in all ways, one after the other.) The
 policy keeps what it learnt, as a worker's does. More prompts wait than the batch holds, so the next takes the place of
-one that is done, and only steps that decode a full batch and compute no prompt are counted. A first lot warms
-everything up, uncounted.
+one that is done, and only steps that decode a full batch and compute no prompt are counted: of many requests with short
+answers hardly any. A first lot warms everything up, uncounted.
 
 Every way must give the same answers. In bfloat16, where a token's rounding depends on how many are verified with it,
 answers may part where the target itself finds two tokens all but equally likely; anything else ends with status 1,
@@ -32,6 +32,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from cluster.config import PACKED_TOKENS_ON_GPU
 from cluster.prompt_sets import builtin_prompts
 from drafter.policy import BlockLengthPolicy, DraftingPolicy
 from tests.bench.answers import Answering, Answers, answer, encoded
@@ -188,6 +189,12 @@ class Bench:
                     if other.token_ids[row] != first.token_ids[row]:
                         parted += 1
                         wrong += self._unlike(prompt, first.token_ids[row], other.token_ids[row])
+        idle = [way for way, total in totals.items() if not total.rows]
+        if idle:
+            raise ValueError(
+                f"{self._pair}, batch {self._batch}: no step of {', '.join(idle)} decoded a full batch and computed no "
+                "prompt; ask for more --max-tokens"
+            )
         mean = totals[SCHEDULED]
         tokens_per_step = {way: round(total.tokens / total.rows, 3) for way, total in totals.items()}
         return Row(
@@ -248,6 +255,7 @@ def worker_config(device: str, pair: str, batch: int, threads: int) -> WorkerCon
         max_batch=batch,
         max_seq_len=1024,
         num_threads=threads,
+        packed_tokens=PACKED_TOKENS_ON_GPU if device == "cuda" else 0,
         draft_tokens="adaptive",
     )
 
