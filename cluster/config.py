@@ -43,7 +43,7 @@ RayAuthMode = Literal["disabled", "token"]
 
 DEFAULT_LISTEN = "127.0.0.1:50051"
 _CHUNK_TOKENS = 256
-_CHUNK_TOKENS_ON_GPU = 8192  # enough rows for matrix products at full speed
+CHUNK_TOKENS_ON_GPU = 8192  # enough rows for matrix products at full speed
 PACKED_TOKENS_ON_GPU = 512  # so few take it little longer than one; a CPU takes longer for every one
 
 
@@ -250,7 +250,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             device = "cuda" if gpus else "cpu"
         chunk_tokens = self.chunk_tokens
         if chunk_tokens is None:
-            chunk_tokens = _CHUNK_TOKENS_ON_GPU if device == "cuda" else _CHUNK_TOKENS
+            chunk_tokens = CHUNK_TOKENS_ON_GPU if device == "cuda" else _CHUNK_TOKENS
         packed_tokens = self.packed_tokens
         if packed_tokens is None:
             packed_tokens = min(PACKED_TOKENS_ON_GPU, chunk_tokens) if device == "cuda" else 0

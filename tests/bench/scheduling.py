@@ -32,7 +32,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from cluster.config import PACKED_TOKENS_ON_GPU
+from cluster.config import CHUNK_TOKENS_ON_GPU, PACKED_TOKENS_ON_GPU
 from cluster.prompt_sets import builtin_prompts
 from drafter.policy import BlockLengthPolicy, DraftingPolicy
 from tests.bench.answers import Answering, Answers, answer, encoded
@@ -247,17 +247,20 @@ class Bench:
 
 
 def worker_config(device: str, pair: str, batch: int, threads: int) -> WorkerConfig:
-    return WorkerConfig(
+    on_gpu = device == "cuda"
+    config = WorkerConfig(
         role="aggregated",
         pair=PairSpec(name=pair),
-        device="cuda" if device == "cuda" else "cpu",
-        dtype="bfloat16" if device == "cuda" else "float32",
+        device="cuda" if on_gpu else "cpu",
+        dtype="bfloat16" if on_gpu else "float32",
         max_batch=batch,
         max_seq_len=1024,
         num_threads=threads,
-        packed_tokens=PACKED_TOKENS_ON_GPU if device == "cuda" else 0,
         draft_tokens="adaptive",
     )
+    if not on_gpu:
+        return config
+    return msgspec.structs.replace(config, chunk_tokens=CHUNK_TOKENS_ON_GPU, packed_tokens=PACKED_TOKENS_ON_GPU)
 
 
 def main() -> int:
