@@ -45,6 +45,10 @@ class ContextProjection:
         self._eps = eps
         self._rotary = rotary
 
+    @property
+    def linears(self) -> tuple[Linear, Linear]:
+        return self._fc, self._kv_proj
+
     def project(self, taps_TX: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values for T committed tokens at `positions_T`: two tensors [L, T, N, D]."""
         num_tokens = taps_TX.shape[0]

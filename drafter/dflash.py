@@ -23,7 +23,7 @@ Shapes: B requests, T tokens flat over requests, S block_size, K num_draft, H dr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -114,6 +114,14 @@ class BlockDrafter:
             eps=config.rms_norm_eps,
             rotary=self._rotary,
         )
+
+    @property
+    def linears(self) -> Iterator[Linear]:
+        """The products that every block and every verified step take; a head of its own has some more."""
+        for layer in self._weights.layers:
+            yield from (layer.qkv, layer.o, layer.gate_up, layer.down)
+        yield self._weights.lm_head
+        yield from self._context.linears
 
     @property
     def num_layers(self) -> int:
@@ -250,7 +258,7 @@ class BlockDrafter:
         return layer.o(attention.attend(index, q_THD, plan).reshape(num_tokens, -1))
 
     def _mlp(self, layer: DraftLayerWeights, normed_TH: Tensor) -> Tensor:
-        return layer.down(self._ops.swiglu(layer.gate_up(normed_TH)))
+        return layer.down(layer.gate_up.gated(normed_TH, self._ops.swiglu))
 
 
 def _around(

@@ -14,7 +14,8 @@ zeros.
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -30,17 +31,38 @@ _ROWS_COMPILED_FOR = ((32, 1), (64, 4), (256, 8))
 _MANY_ROWS_COMPILED_FOR = 64
 
 
+class SkinnyProduct(Protocol):
+    """One weight's products with few rows."""
+
+    def takes(self, x_TI: Tensor) -> bool:
+        """Whether it multiplies this now."""
+
+    def product(self, x_TI: Tensor, out_TO: Tensor | None = None) -> Tensor:
+        """As `Linear`."""
+
+    def gated(self, x_TI: Tensor) -> Tensor:
+        """As `Linear.gated`."""
+
+
 class Linear:
-    """A fixed weight [out, in] with an optional bias [out], applied to [T, in]."""
+    """A fixed weight [out, in] with an optional bias [out], applied to [T, in].
+
+    `skinny`: what multiplies few rows instead, while it takes them. None for a layer with a bias.
+    """
+
+    skinny: SkinnyProduct | None
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
+        self.skinny = None
         self._bias = bias
         self._packed = _can_pack(weight)
         self._weight = _pack(weight) if self._packed else weight
 
     def __call__(self, x_TI: Tensor, out_TO: Tensor | None = None) -> Tensor:
         """[T, in] to [T, out]; written to `out_TO` and returned as that, if given."""
+        if self.skinny is not None and self.skinny.takes(x_TI):
+            return self.skinny.product(x_TI, out_TO)
         if out_TO is not None:
             return self._into(x_TI, out_TO)
         if not self._packed:
@@ -53,6 +75,19 @@ class Linear:
             x_TI = F.pad(x_TI, (0, 0, 0, num_zeros))
         product = torch.ops.mkldnn._linear_pointwise(x_TI, self._weight, self._bias, "none", [], "")
         return cast(Tensor, product[:num_rows] if num_zeros else product)
+
+    def gated(self, x_TI: Tensor, swiglu: Callable[[Tensor], Tensor]) -> Tensor:
+        """silu(gate) * up of [gate; up], the two halves of the outputs: [T, in] to [T, out / 2].
+
+        `swiglu` makes that of a whole product, where the two are not computed at once.
+        """
+        if self.skinny is not None and self.skinny.takes(x_TI):
+            return self.skinny.gated(x_TI)
+        return swiglu(self(x_TI))
+
+    @property
+    def has_bias(self) -> bool:
+        return self._bias is not None
 
     def _into(self, x_TI: Tensor, out_TO: Tensor) -> Tensor:
         if self._packed:

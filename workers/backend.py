@@ -2,9 +2,10 @@
 
     torch        any device, dtype and head size, drafters that keep a window; every operation launched from Python
     flashinfer   GPUs, bfloat16 and float16, heads of 64, 128 or 256: flashinfer's attention, fused kernels between the
-                 matrix products, decode steps as captured graphs unless the target asks the host on its way
+                 matrix products, decode steps as captured graphs unless the target asks the host on its way; in them
+                 products of few rows by `workers.skinny`, on Hopper and in bfloat16
 
-`choose_backend` is the rule, pure. flashinfer and Triton are imported only where they are used.
+`choose_backend` is the rule, pure. flashinfer, Triton and NVIDIA's bindings are imported only where they are used.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import importlib.util
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 
@@ -29,6 +30,9 @@ from workers.step import DecodeStep, EagerStep
 from workers.storage import KvPool
 from workers.tables import StepTables
 from workers.working import WorkingSet
+
+if TYPE_CHECKING:
+    from workers.skinny import SkinnyProducts
 
 BackendName = Literal["torch", "flashinfer"]
 
@@ -119,6 +123,7 @@ class FlashInferBackend:
 
     device: torch.device
     ops: LayerOps
+    skinny: SkinnyProducts | None  # where there is such a thing for the device and dtype
 
     def working_bytes(self, working: WorkingSet) -> int:
         return working.captured_bytes(_multiprocessors(self.device))
@@ -142,6 +147,9 @@ class FlashInferBackend:
         )
         if not decodes or loaded.decoder.asks_host:
             return Computing(runner, _eager(loaded, runner))
+        if self.skinny is not None:
+            for linear in (*loaded.decoder.linears, *(loaded.drafter.linears if loaded.drafter else ())):
+                linear.skinny = None if linear.has_bias else self.skinny.of(linear.dense_weight())
         parts = StepParts(
             runner=runner,
             sampler=loaded.sampler,
@@ -151,6 +159,7 @@ class FlashInferBackend:
             drafter=loaded.drafter,
             draft_attention=draft,
             max_batch=working.max_batch,
+            skinny=self.skinny,
         )
         return Computing(runner, CapturedStep(parts))
 
@@ -164,15 +173,24 @@ def make_backend(
     """The back end that `choose_backend` names. Raises ModelMismatch when its packages are not installed."""
     if choose_backend(device, dtype, head_dims, windowed) == "torch":
         return TorchBackend(device)
-    missing = [name for name in ("flashinfer", "triton") if importlib.util.find_spec(name) is None]
+    missing = [name for name in ("flashinfer", "triton", "cuda.bindings") if not _installed(name)]
     if missing:
         raise ModelMismatch(
             f"{dtype} on a GPU needs {' and '.join(missing)}: pip install 'slipstream-serve[gpu]'",
             field="device",
         )
     from workers.fused import FusedOps
+    from workers.skinny import SkinnyProducts, serves
 
-    return FlashInferBackend(device, FusedOps())
+    skinny = SkinnyProducts(device) if serves(device, dtype) else None
+    return FlashInferBackend(device, FusedOps(), skinny)
+
+
+def _installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of the package it is in
+        return False
 
 
 def _eager(loaded: Loaded, runner: ModelRunner) -> EagerStep:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -40,6 +41,7 @@ from workers.models.decoder import Decoder
 from workers.runner import ModelRunner
 from workers.sampler import Sampler
 from workers.sequence import Sequence
+from workers.skinny import SkinnyProducts
 from workers.step import StepOutcome, Trim
 from workers.step_rows import StepRows
 
@@ -60,6 +62,7 @@ class StepParts:
     drafter: BlockDrafter | None
     draft_attention: FlashInferPagedAttention | None
     max_batch: int
+    skinny: SkinnyProducts | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,13 +348,21 @@ class CapturedStep:
         self._rows.park(batch)
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), self._few_rows():
             for _ in range(_WARM_UPS):
                 body()
         torch.cuda.current_stream(self._device).wait_stream(stream)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         # Other threads of the worker ship pages meanwhile; their calls are no part of the graph.
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+        with (
+            torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"),
+            self._few_rows(),
+        ):
             result = body()
         return graph, result
+
+    def _few_rows(self) -> AbstractContextManager[None]:
+        """Products of few rows by what a graph is worth the trouble for."""
+        skinny = self._parts.skinny
+        return nullcontext() if skinny is None else skinny.used()

@@ -4,6 +4,9 @@ A decode step of few tokens is bound by reading weights once, and every kernel b
 one more pass over the activations. So the residual sum and its norm are one kernel, and so are the head norms and the
 rotation. Sums are taken in float32, results rounded once.
 
+From Hopper on a kernel's programs may be there before those of the kernel before it are done (`early`), so that the
+next one waits for memory and not for its launch. Each waits before it reads or writes anything.
+
 Each kernel reads its inputs before it writes, and writes to memory of its own: a program may read what another
 program owns. Kernels are compiled when first called, and nothing here synchronises with the host.
 
@@ -15,12 +18,14 @@ Shapes: T tokens, H hidden size, I intermediate size, N heads of a projection, D
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from drafter.layers import Heads, Rotation
 
@@ -29,7 +34,18 @@ _COLUMNS_AT_ONCE = 1024
 
 
 @triton.jit
-def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, x_stride, size, eps, BLOCK: tl.constexpr):
+def wait_for_kernels_before(EARLY: tl.constexpr):
+    """First in a kernel launched with `early`: it may have started while the one before still runs."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr, weight_ptr, out_ptr, x_stride, size, eps, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
+    wait_for_kernels_before(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
@@ -51,7 +67,9 @@ def _add_rms_norm_kernel(
     size,
     eps,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_kernels_before(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
@@ -67,7 +85,8 @@ def _add_rms_norm_kernel(
 
 
 @triton.jit
-def _swiglu_kernel(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr):
+def _swiglu_kernel(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    wait_for_kernels_before(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
@@ -91,7 +110,9 @@ def _heads_kernel(
     NORMED: tl.constexpr,
     D: tl.constexpr,
     HEADS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_kernels_before(EARLY)
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     elements = tl.arange(0, D)
@@ -128,7 +149,9 @@ def _store_kernel(
     num_heads,
     D: tl.constexpr,
     HEADS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_kernels_before(EARLY)
     token = tl.program_id(0).to(tl.int64)
     heads = tl.arange(0, HEADS)
     elements = tl.arange(0, D)
@@ -162,6 +185,7 @@ def store_kv(k_THD: Tensor, v_THD: Tensor, layer_pages: Tensor, offsets_T: Tenso
         D=head_dim,
         HEADS=triton.next_power_of_2(num_heads),
         num_warps=_warps(triton.next_power_of_2(num_heads * head_dim)),
+        **early(k_THD.device),
     )
 
 
@@ -172,7 +196,9 @@ class FusedOps:
         size = x.shape[-1]
         rows = x.reshape(-1, size)
         out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
-        _rms_norm_kernel[(rows.shape[0],)](rows, weight, out, rows.stride(0), size, eps, **_row(size))
+        _rms_norm_kernel[(rows.shape[0],)](
+            rows, weight, out, rows.stride(0), size, eps, **_row(size), **early(x.device)
+        )
         return out.view(x.shape)
 
     def add_rms_norm(
@@ -191,6 +217,7 @@ class FusedOps:
             size,
             eps,
             **_row(size),
+            **early(x_TH.device),
         )
         return normed_TH, total_TH
 
@@ -198,7 +225,9 @@ class FusedOps:
         num_tokens, size = gate_up_T2I.shape[0], gate_up_T2I.shape[1] // 2
         out_TI = torch.empty((num_tokens, size), dtype=gate_up_T2I.dtype, device=gate_up_T2I.device)
         grid = (num_tokens, triton.cdiv(size, _COLUMNS_AT_ONCE))
-        _swiglu_kernel[grid](gate_up_T2I, out_TI, size, BLOCK=_COLUMNS_AT_ONCE, num_warps=4)
+        _swiglu_kernel[grid](
+            gate_up_T2I, out_TI, size, BLOCK=_COLUMNS_AT_ONCE, num_warps=4, **early(out_TI.device)
+        )
         return out_TI
 
     def heads(
@@ -229,8 +258,16 @@ class FusedOps:
             D=head_dim,
             HEADS=_HEADS_AT_ONCE,
             num_warps=_warps(_HEADS_AT_ONCE * head_dim),
+            **early(fused_TND.device),
         )
         return Heads(out_TND[:, :num_heads], out_TND[:, num_heads:], fused_TND[:, rotated:])
+
+
+@functools.cache
+def early(device: torch.device) -> dict[str, Any]:
+    """Launch options of a kernel that begins with `wait_for_kernels_before`."""
+    able = torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"EARLY": able, "launch_pdl": able}
 
 
 def _row(size: int) -> dict[str, Any]:

@@ -260,7 +260,9 @@ def worker_config(device: str, pair: str, batch: int, threads: int) -> WorkerCon
     )
     if not on_gpu:
         return config
-    return msgspec.structs.replace(config, chunk_tokens=CHUNK_TOKENS_ON_GPU, packed_tokens=PACKED_TOKENS_ON_GPU)
+    return msgspec.structs.replace(
+        config, chunk_tokens=CHUNK_TOKENS_ON_GPU, packed_tokens=PACKED_TOKENS_ON_GPU
+    )
 
 
 def main() -> int:

@@ -27,6 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from workers.fused import early, wait_for_kernels_before
+
 _TILE = 64  # keys attended at a time
 _STAGES, _STAGES_ALONE = 3, 4  # tiles on their way or in use; the more where a multiprocessor has one program
 _LARGEST_ALONE = 128  # head_dim for which it has memory for so many
@@ -56,7 +58,9 @@ def _prepare_kernel(
     BLOCK_W: tl.constexpr,
     BLOCK_U: tl.constexpr,
     FIELDS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_kernels_before(EARLY)
     request = tl.program_id(0)
     tokens = tl.arange(0, BLOCK_W)
     start = tl.load(starts_ptr + request * row_stride)
@@ -114,7 +118,9 @@ def _attend_kernel(
     STAGES: tl.constexpr,
     FIELDS: tl.constexpr,
     APART: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_kernels_before(EARLY)
     head, unit, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_kv_heads, num_blocks = tl.num_programs(0), tl.num_programs(2)
     unit_ptr = units_ptr + unit * FIELDS
@@ -207,8 +213,10 @@ def _join_kernel(
     D: tl.constexpr,
     FIELDS: tl.constexpr,
     PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One row of a request and kv head. A request's units follow those of the requests before it."""
+    wait_for_kernels_before(EARLY)
     row, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_kv_heads = tl.num_programs(1)
     first = 0
@@ -324,6 +332,7 @@ class BlockPlan:
             BLOCK_U=triton.next_power_of_2(self._max_units),
             FIELDS=_UNIT_FIELDS,
             num_warps=1,
+            **early(self.offsets_T.device),
         )
 
     def attend(self, q_THD: Tensor, layer: Tensor, out_THD: Tensor) -> None:
@@ -353,6 +362,7 @@ class BlockPlan:
             W=self.width,
             G=self._group,
             D=self._head_dim,
+            **early(q_THD.device),
         )
         if self._apart:
             _join_kernel[(self.width * self._group, self._num_kv_heads, self.num_requests)](
@@ -366,6 +376,7 @@ class BlockPlan:
                 FIELDS=_UNIT_FIELDS,
                 PARTS=max(2048 // self._head_dim, 1),
                 num_warps=4,
+                **early(q_THD.device),
             )
 
 

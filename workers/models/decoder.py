@@ -12,7 +12,7 @@ out is whole.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -94,6 +94,13 @@ class Decoder:
     def ranks(self) -> Ranks:
         """Among whom heads and vocabulary are divided."""
         return self._division.heads
+
+    @property
+    def linears(self) -> Iterator[Linear]:
+        """The products that every token takes."""
+        for layer in self._layers:
+            yield from (layer.qkv, layer.output, *layer.mlp.linears)
+        yield self.lm_head
 
     @property
     def asks_host(self) -> bool:

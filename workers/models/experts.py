@@ -20,6 +20,7 @@ size (a rank's share of it).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, Protocol
@@ -146,6 +147,10 @@ class MixtureMlp:
     @property
     def asks_host(self) -> bool:
         return self._experts.asks_host
+
+    @property
+    def linears(self) -> Sequence[Linear]:
+        return ()
 
     def __call__(self, x_TH: Tensor) -> Tensor:
         weights_TK, experts_TK = self._router(x_TH)

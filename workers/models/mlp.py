@@ -9,6 +9,7 @@ Shapes: T tokens of the step, H hidden size, I intermediate size (a rank's share
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +25,10 @@ class Mlp(Protocol):
     @property
     def asks_host(self) -> bool:
         """Whether a call waits for its device, so that no captured step can hold it."""
+
+    @property
+    def linears(self) -> Sequence[Linear]:
+        """Products that every token takes."""
 
     def __call__(self, x_TH: Tensor) -> Tensor:
         """[T, H] to [T, H]; a row depends on that row of `x_TH` only."""
@@ -41,5 +46,9 @@ class DenseMlp:
     def asks_host(self) -> bool:
         return False
 
+    @property
+    def linears(self) -> Sequence[Linear]:
+        return self.gate_up, self.down
+
     def __call__(self, x_TH: Tensor) -> Tensor:
-        return self.down(self.ops.swiglu(self.gate_up(x_TH)))
+        return self.down(self.gate_up.gated(x_TH, self.ops.swiglu))
