@@ -34,7 +34,7 @@ _MANY_ROWS_COMPILED_FOR = 64
 class SkinnyProduct(Protocol):
     """One weight's products with few rows."""
 
-    def takes(self, x_TI: Tensor) -> bool:
+    def takes(self, x_TI: Tensor, gated: bool = False) -> bool:
         """Whether it multiplies this now."""
 
     def product(self, x_TI: Tensor, out_TO: Tensor | None = None) -> Tensor:
@@ -81,7 +81,7 @@ class Linear:
 
         `swiglu` makes that of a whole product, where the two are not computed at once.
         """
-        if self.skinny is not None and self.skinny.takes(x_TI):
+        if self.skinny is not None and self.skinny.takes(x_TI, gated=True):
             return self.skinny.gated(x_TI)
         return swiglu(self(x_TI))
 

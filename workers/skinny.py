@@ -27,7 +27,7 @@ import torch
 from cuda.bindings import driver, nvrtc
 from torch import Tensor
 
-from workers.tiling import INPUTS, MOST_ROWS, PARTS, TILE_ROWS, Tiling, tiling
+from workers.tiling import INPUTS, MOST_ROWS, PARTS, TILE_ROWS, Tiling, most_rows, tiling
 
 _COMPUTE_CAPABILITY = (9, 0)
 _SOURCE = Path(__file__).with_name("skinny.cu")
@@ -97,10 +97,10 @@ class SkinnyWeight:
         self._products, self._weight = products, weight_OI
         self._maps: dict[tuple[int, bool], Any] = {}
 
-    def takes(self, x_TI: Tensor) -> bool:
+    def takes(self, x_TI: Tensor, gated: bool = False) -> bool:
         return (
             self._products.in_use
-            and 0 < x_TI.shape[0] <= MOST_ROWS
+            and 0 < x_TI.shape[0] <= most_rows(gated)
             and x_TI.stride(1) == 1
             and x_TI.stride(0) % 8 == 0
             and x_TI.data_ptr() % 16 == 0
