@@ -1,9 +1,9 @@
 """What a model asks of paged attention.
 
 Life of a step: the engine calls `plan` once with every request's page table row and lengths; each layer then
-calls `write` with its fresh keys and values and `attend` with its queries, both with that plan. The target
-model and the draft model use the same interface, each bound to its own pool; `workers.attention` implements
-it.
+calls `enter` with its fresh projection, which stores keys and values, and `attend` with the queries it got, both with
+that plan. The target model and the draft model use the same interface, each bound to its own pool; `workers.attention`
+implements it.
 
 Shapes: B requests, T = sum(q_lens) tokens of the step flat in request order, H heads, D head_dim.
 """
@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
+
+from drafter.layers import Projection, Rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +64,13 @@ class PagedAttention(Protocol):
     def write(self, layer: int, k_THD: Tensor, v_THD: Tensor, plan: AttentionPlan) -> None:
         """Store the step's keys and values, [T, kv_heads, D] each, in their pages of `layer`."""
 
+    def enter(
+        self, layer: int, fused_TND: Tensor, projection: Projection, rotation: Rotation, plan: AttentionPlan
+    ) -> Tensor:
+        """`drafter.layers.split_heads`, keys and values stored as `write` does; returns the queries, [T, heads, D]."""
+
     def attend(self, layer: int, q_THD: Tensor, plan: AttentionPlan) -> Tensor:
         """Attend from [T, heads, D] over the pages of `layer`, scaled by 1/sqrt(D); returns [T, heads, D].
 
-        Every layer's `write` of the step comes before its `attend`.
+        Every layer's `write` or `enter` of the step comes before its `attend`.
         """

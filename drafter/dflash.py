@@ -34,7 +34,7 @@ from drafter.attention import AttentionPlan, PagedAttention
 from drafter.config import DrafterConfig
 from drafter.context import ContextProjection
 from drafter.dflash2 import DynamicConvolution
-from drafter.layers import TORCH_OPS, LayerOps, RotaryTable, Rotation
+from drafter.layers import TORCH_OPS, LayerOps, Projection, RotaryTable, Rotation
 from drafter.linear import Linear
 from drafter.proposal import DraftBlock, DraftChoice, DraftHead, IndependentHead, Proposal, WidenedChoice
 from drafter.ranks import ALONE, Ranks, embed, share_of_heads
@@ -251,10 +251,8 @@ class BlockDrafter:
         heads, num_tokens = self.heads, normed_TH.shape[0]
         fused_TND = layer.qkv(normed_TH).view(num_tokens, -1, self.head_dim)
         norms = (layer.q_norm_D, layer.k_norm_D)
-        q_THD, k_THD, v_THD = self._ops.heads(
-            fused_TND, heads.num_heads, heads.num_kv_heads, norms, self.config.rms_norm_eps, rotation
-        )
-        attention.write(index, k_THD, v_THD, plan)
+        projection = Projection(heads.num_heads, heads.num_kv_heads, norms, self.config.rms_norm_eps)
+        q_THD = attention.enter(index, fused_TND, projection, rotation, plan)
         return layer.o(attention.attend(index, q_THD, plan).reshape(num_tokens, -1))
 
     def _mlp(self, layer: DraftLayerWeights, normed_TH: Tensor) -> Tensor:

@@ -235,6 +235,32 @@ class Heads(NamedTuple):
     v_THD: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """What a layer makes of its fused projection, [T, num_heads + 2 * num_kv_heads, D]: queries, keys, values.
+
+    `norms`: of queries and of keys, [D] each, before both are rotated.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    norms: tuple[Tensor, Tensor] | None
+    eps: float
+
+
+def split_heads(fused_TND: Tensor, projection: Projection, rotation: Rotation) -> Heads:
+    """A step's heads, normalised and rotated."""
+    num_heads, first_v = projection.num_heads, projection.num_heads + projection.num_kv_heads
+    v_THD = fused_TND[:, first_v:]
+    if projection.norms is None:
+        rotated = rotate(fused_TND[:, :first_v], rotation)
+        return Heads(rotated[:, :num_heads], rotated[:, num_heads:], v_THD)
+    q_norm, k_norm = projection.norms
+    q_THD = rotate(rms_norm(fused_TND[:, :num_heads], q_norm, projection.eps), rotation)
+    k_THD = rotate(rms_norm(fused_TND[:, num_heads:first_v], k_norm, projection.eps), rotation)
+    return Heads(q_THD, k_THD, v_THD)
+
+
 class LayerOps(Protocol):
     """The steps between a model's matrix products, as its device computes them best."""
 
@@ -248,19 +274,6 @@ class LayerOps(Protocol):
 
     def swiglu(self, gate_up_T2I: Tensor) -> Tensor:
         """As `swiglu`."""
-
-    def heads(
-        self,
-        fused_TND: Tensor,
-        num_heads: int,
-        num_kv_heads: int,
-        norms: tuple[Tensor, Tensor] | None,
-        eps: float,
-        rotation: Rotation,
-    ) -> Heads:
-        """Split a fused projection [T, heads + 2 * kv_heads, D]; normalise (`norms`: of q and of k, [D] each) and
-        rotate its queries and keys.
-        """
 
 
 class TorchOps:
@@ -277,25 +290,6 @@ class TorchOps:
 
     def swiglu(self, gate_up_T2I: Tensor) -> Tensor:
         return swiglu(gate_up_T2I)
-
-    def heads(
-        self,
-        fused_TND: Tensor,
-        num_heads: int,
-        num_kv_heads: int,
-        norms: tuple[Tensor, Tensor] | None,
-        eps: float,
-        rotation: Rotation,
-    ) -> Heads:
-        first_v = num_heads + num_kv_heads
-        v_THD = fused_TND[:, first_v:]
-        if norms is None:
-            rotated = rotate(fused_TND[:, :first_v], rotation)
-            return Heads(rotated[:, :num_heads], rotated[:, num_heads:], v_THD)
-        q_norm, k_norm = norms
-        q_THD = rotate(rms_norm(fused_TND[:, :num_heads], q_norm, eps), rotation)
-        k_THD = rotate(rms_norm(fused_TND[:, num_heads:first_v], k_norm, eps), rotation)
-        return Heads(q_THD, k_THD, v_THD)
 
 
 TORCH_OPS: LayerOps = TorchOps()

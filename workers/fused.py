@@ -1,8 +1,8 @@
 """`LayerOps` on a GPU: what lies between two matrix products, one Triton kernel each; and the store of K and V.
 
 A decode step of few tokens is bound by reading weights once, and every kernel between two products adds its launch and
-one more pass over the activations. So the residual sum and its norm are one kernel, and so are the head norms and the
-rotation. Sums are taken in float32, results rounded once.
+one more pass over the activations. So the residual sum and its norm are one kernel, and so are the head norms, the
+rotation, and the store of keys and values. Sums are taken in float32, results rounded once.
 
 From Hopper on a kernel's programs may be there before those of the kernel before it are done (`early`), so that the
 next one waits for memory and not for its launch. Each waits before it reads or writes anything.
@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from drafter.layers import Heads, Rotation
+from drafter.layers import Projection, Rotation
 
 _HEADS_AT_ONCE = 8
 _COLUMNS_AT_ONCE = 1024
@@ -96,16 +96,20 @@ def _swiglu_kernel(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, EARLY: tl.co
 
 
 @triton.jit
-def _heads_kernel(
+def _enter_kernel(
     fused_ptr,
-    out_ptr,
+    q_ptr,
+    plane_ptr,
+    offsets_ptr,
     cos_ptr,
     sin_ptr,
     q_norm_ptr,
     k_norm_ptr,
     fused_stride,
+    head_elements,
+    plane_elements,
     num_heads,
-    num_rotated,
+    num_kv_heads,
     eps,
     NORMED: tl.constexpr,
     D: tl.constexpr,
@@ -117,23 +121,31 @@ def _heads_kernel(
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     elements = tl.arange(0, D)
     partners = (elements + D // 2) % D
-    inside = (heads < num_rotated)[:, None] & (elements < D)[None, :]
+    num_rotated = num_heads + num_kv_heads
+    is_q, is_v = heads < num_heads, heads >= num_rotated
+    inside = (heads < num_rotated + num_kv_heads)[:, None] & (elements < D)[None, :]
     base = fused_ptr + token * fused_stride + heads[:, None] * D
-    x = tl.load(base + elements[None, :], mask=inside, other=0.0).to(tl.float32)
-    swapped = tl.load(base + partners[None, :], mask=inside, other=0.0).to(tl.float32)
+    loaded = tl.load(base + elements[None, :], mask=inside, other=0.0)
+    rotated = inside & (heads < num_rotated)[:, None]
+    x = loaded.to(tl.float32)
+    swapped = tl.load(base + partners[None, :], mask=rotated, other=0.0).to(tl.float32)
     if NORMED:
         scale = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
-        is_q = (heads < num_heads)[:, None]
         q_weight = tl.load(q_norm_ptr + elements).to(tl.float32)[None, :]
         k_weight = tl.load(k_norm_ptr + elements).to(tl.float32)[None, :]
-        x = x * scale * tl.where(is_q, q_weight, k_weight)
+        x = x * scale * tl.where(is_q[:, None], q_weight, k_weight)
         q_partner = tl.load(q_norm_ptr + partners).to(tl.float32)[None, :]
         k_partner = tl.load(k_norm_ptr + partners).to(tl.float32)[None, :]
-        swapped = swapped * scale * tl.where(is_q, q_partner, k_partner)
+        swapped = swapped * scale * tl.where(is_q[:, None], q_partner, k_partner)
     cos = tl.load(cos_ptr + token * D + elements).to(tl.float32)[None, :]
     sin = tl.load(sin_ptr + token * D + elements).to(tl.float32)[None, :]
-    out = out_ptr + (token * num_rotated + heads[:, None]) * D + elements[None, :]
-    tl.store(out, x * cos + swapped * sin, mask=inside)
+    turned = (x * cos + swapped * sin).to(q_ptr.dtype.element_ty)
+    q_at = q_ptr + (token * num_heads + heads[:, None]) * D + elements[None, :]
+    tl.store(q_at, turned, mask=inside & is_q[:, None])
+    kv_heads = tl.where(is_v, heads - num_rotated, heads - num_heads)
+    row = tl.load(offsets_ptr + token) + kv_heads * head_elements + tl.where(is_v, plane_elements, 0)
+    kv = tl.where(is_v[:, None], loaded, turned)
+    tl.store(plane_ptr + row[:, None] + elements[None, :], kv, mask=inside & (heads >= num_heads)[:, None])
 
 
 @triton.jit
@@ -189,6 +201,38 @@ def store_kv(k_THD: Tensor, v_THD: Tensor, layer_pages: Tensor, offsets_T: Tenso
     )
 
 
+def enter_heads(
+    fused_TND: Tensor, projection: Projection, rotation: Rotation, layer_pages: Tensor, offsets_T: Tensor
+) -> Tensor:
+    """`drafter.layers.split_heads`, keys and values written as `store_kv` does; returns the queries, [T, heads, D]."""
+    num_tokens, _, head_dim = fused_TND.shape
+    num_heads, num_kv_heads = projection.num_heads, projection.num_kv_heads
+    q_THD = torch.empty((num_tokens, num_heads, head_dim), dtype=fused_TND.dtype, device=fused_TND.device)
+    q_norm, k_norm = projection.norms or (fused_TND, fused_TND)  # unread without norms
+    _enter_kernel[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, _HEADS_AT_ONCE))](
+        fused_TND,
+        q_THD,
+        layer_pages,
+        offsets_T,
+        rotation.cos_T1D,
+        rotation.sin_T1D,
+        q_norm,
+        k_norm,
+        fused_TND.stride(0),
+        layer_pages.stride(2),
+        layer_pages.stride(1),
+        num_heads,
+        num_kv_heads,
+        projection.eps,
+        NORMED=projection.norms is not None,
+        D=head_dim,
+        HEADS=_HEADS_AT_ONCE,
+        num_warps=_warps(_HEADS_AT_ONCE * head_dim),
+        **early(fused_TND.device),
+    )
+    return q_THD
+
+
 class FusedOps:
     """`LayerOps` for bfloat16 and float16 on a CUDA device."""
 
@@ -229,38 +273,6 @@ class FusedOps:
             gate_up_T2I, out_TI, size, BLOCK=_COLUMNS_AT_ONCE, num_warps=4, **early(out_TI.device)
         )
         return out_TI
-
-    def heads(
-        self,
-        fused_TND: Tensor,
-        num_heads: int,
-        num_kv_heads: int,
-        norms: tuple[Tensor, Tensor] | None,
-        eps: float,
-        rotation: Rotation,
-    ) -> Heads:
-        num_tokens, _, head_dim = fused_TND.shape
-        rotated = num_heads + num_kv_heads
-        out_TND = torch.empty((num_tokens, rotated, head_dim), dtype=fused_TND.dtype, device=fused_TND.device)
-        q_norm, k_norm = norms if norms is not None else (fused_TND, fused_TND)  # unread without norms
-        _heads_kernel[(num_tokens, triton.cdiv(rotated, _HEADS_AT_ONCE))](
-            fused_TND,
-            out_TND,
-            rotation.cos_T1D,
-            rotation.sin_T1D,
-            q_norm,
-            k_norm,
-            fused_TND.stride(0),
-            num_heads,
-            rotated,
-            eps,
-            NORMED=norms is not None,
-            D=head_dim,
-            HEADS=_HEADS_AT_ONCE,
-            num_warps=_warps(_HEADS_AT_ONCE * head_dim),
-            **early(fused_TND.device),
-        )
-        return Heads(out_TND[:, :num_heads], out_TND[:, num_heads:], fused_TND[:, rotated:])
 
 
 @functools.cache

@@ -169,7 +169,7 @@ def test_a_captured_plan_with_padding_attends_as_a_plan_of_its_live_requests(
 
 
 def test_the_fused_steps_equal_torchs() -> None:
-    from drafter.layers import TORCH_OPS, RopeParameters, RotaryTable
+    from drafter.layers import TORCH_OPS
     from workers.fused import FusedOps
 
     generator = torch.Generator("cuda").manual_seed(2)
@@ -192,11 +192,35 @@ def test_the_fused_steps_equal_torchs() -> None:
                 close(ours, exact)
         gate_up = random(33, 3 * hidden)
         close(fused.swiglu(gate_up), TORCH_OPS.swiglu(gate_up))
-    for head_dim in (64, 128):
-        table = RotaryTable(RopeParameters(1e6), head_dim, torch.bfloat16, "cuda")
-        rotation = table.at(torch.arange(7, 40, device="cuda"))
-        projection = random(33, 15, head_dim)
-        for norms in (None, (random(head_dim), random(head_dim))):
-            ours, exact = (ops.heads(projection, 9, 3, norms, 1e-6, rotation) for ops in (fused, TORCH_OPS))
-            for one, other in zip(ours, exact, strict=True):
-                close(one, other)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("normed", [False, True])
+def test_a_projection_enters_as_torchs_heads_do(head_dim: int, normed: bool) -> None:
+    from drafter.layers import Projection, RopeParameters, RotaryTable, split_heads
+    from workers.fused import enter_heads, store_kv
+
+    generator = torch.Generator("cuda").manual_seed(3)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda").to(torch.bfloat16)
+
+    num_tokens, page_size = 33, 16
+    norms = (random(head_dim), random(head_dim)) if normed else None
+    projection = Projection(9, 3, norms, 1e-6)
+    rotation = RotaryTable(RopeParameters(1e6), head_dim, torch.bfloat16, "cuda").at(
+        torch.arange(7, 7 + num_tokens, device="cuda")
+    )
+    fused = random(num_tokens, 15 + 2, head_dim)[:, :15]  # tokens apart
+    layers = torch.zeros((2, 4, 2, 2, 3, page_size, head_dim), device="cuda", dtype=torch.bfloat16)
+    slots = torch.randperm(4 * page_size, generator=generator, device="cuda")[:num_tokens]
+    ours, exact = (pool[:, 1] for pool in layers)
+    offsets = slots // page_size * ours.stride(0) + slots % page_size * head_dim
+    q = enter_heads(fused, projection, rotation, ours, offsets)
+    heads = split_heads(fused, projection, rotation)
+    store_kv(heads.k_THD, heads.v_THD, exact, offsets)
+    torch.testing.assert_close(q.float(), heads.q_THD.float(), rtol=0.02, atol=0.04)
+    torch.testing.assert_close(layers[0].float(), layers[1].float(), rtol=0.02, atol=0.04)
+    assert torch.equal(ours[:, 1], exact[:, 1])  # values as they came
+    assert layers[0].count_nonzero() >= 0.99 * 2 * num_tokens * 3 * head_dim
+    assert not layers[0][:, 0].any()  # another layer's

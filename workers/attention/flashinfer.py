@@ -25,11 +25,12 @@ from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 from torch import Tensor
 
 from drafter.attention import AttentionPlan, LayerMask
+from drafter.layers import Projection, Rotation
 from kvmanager.errors import LayoutRefused
 from kvmanager.layout import PoolLayout, entries_per_page
 from workers.attention.blocks import BlockPlan, PlanRows
 from workers.attention.pages import PageRuns, page_runs
-from workers.fused import store_kv
+from workers.fused import enter_heads, store_kv
 from workers.storage import KvPool, layer_buffer
 
 _KV_LAYOUT = "HND"
@@ -122,6 +123,13 @@ class FlashInferPagedAttention:
         """See `PagedAttention.write`."""
         assert isinstance(plan, FlashInferPlan | BlockPlan), _STRANGE_PLAN
         store_kv(k_THD, v_THD, self._layers[layer], plan.offsets_T)
+
+    def enter(
+        self, layer: int, fused_TND: Tensor, projection: Projection, rotation: Rotation, plan: AttentionPlan
+    ) -> Tensor:
+        """See `PagedAttention.enter`."""
+        assert isinstance(plan, FlashInferPlan | BlockPlan), _STRANGE_PLAN
+        return enter_heads(fused_TND, projection, rotation, self._layers[layer], plan.offsets_T)
 
     def attend(self, layer: int, q_THD: Tensor, plan: AttentionPlan) -> Tensor:
         """See `PagedAttention.attend`."""

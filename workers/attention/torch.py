@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafter.attention import AttentionPlan, LayerMask
+from drafter.layers import Projection, Rotation, split_heads
 from kvmanager.errors import LayoutRefused
 from kvmanager.layout import PoolLayout, entries_per_page
 from workers.attention.grouping import grouped
@@ -168,6 +169,14 @@ class TorchPagedAttention:
         self._planes[2 * layer].index_copy_(0, plan.write_rows, k_THD.reshape(-1, head_dim))
         self._planes[2 * layer + 1].index_copy_(0, plan.write_rows, v_THD.reshape(-1, head_dim))
         plan.fresh = (k_THD, v_THD)
+
+    def enter(
+        self, layer: int, fused_TND: Tensor, projection: Projection, rotation: Rotation, plan: AttentionPlan
+    ) -> Tensor:
+        """See `PagedAttention.enter`."""
+        q_THD, k_THD, v_THD = split_heads(fused_TND, projection, rotation)
+        self.write(layer, k_THD, v_THD, plan)
+        return q_THD
 
     def attend(self, layer: int, q_THD: Tensor, plan: AttentionPlan) -> Tensor:
         """See `PagedAttention.attend`."""

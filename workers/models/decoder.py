@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from drafter.attention import AttentionPlan, PagedAttention
-from drafter.layers import TORCH_OPS, LayerOps, RotaryTable, Rotation
+from drafter.layers import TORCH_OPS, LayerOps, Projection, RotaryTable, Rotation
 from drafter.linear import Linear
 from drafter.ranks import Ranks, embed, share_of_heads
 from workers.models.config import ModelConfig
@@ -169,7 +169,7 @@ class Decoder:
         norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = (layer.q_norm, layer.k_norm)
-        q_THD, k_THD, v_THD = self._ops.heads(fused, q_heads, kv_heads, norms, config.rms_norm_eps, rotation)
-        attention.write(index, k_THD, v_THD, plan)
+        projection = Projection(q_heads, kv_heads, norms, config.rms_norm_eps)
+        q_THD = attention.enter(index, fused, projection, rotation, plan)
         attended = attention.attend(index, q_THD, plan)
         return layer.output(attended.reshape(x_TH.shape[0], -1))
