@@ -10,8 +10,9 @@ pay. `trim` turns confidences into chances (`drafter.chances`) and verifies what
 block, and `choose` takes the number that would have paid best of late: mean tokens by mean cost, corrected for what a
 number that is not in use would yield (`drafter.beginnings`). Where nothing pays there is no drafting.
 
-Estimates of what is not being done go stale: plain steps keep their cost known, and while nothing is drafted a block
-now and then shows whether that is still right. Both are paid from an allowance that grows with the time spent, and cost
+Estimates of what is not being done go stale: plain steps keep their cost known, numbers that promise nearly as much
+as the best are tried in turn, and while nothing is drafted a block now and then shows whether that is still right. All
+are paid from an allowance that grows with the time spent, and cost
 what they are expected to lose: where much is at stake there are few of them, and where little is there are many. A
 guard compares recent steps with what target-only decoding would have taken, and stops drafting while they are behind.
 
@@ -36,6 +37,7 @@ _PROBE_MEMORY = 0.5  # after a step that drafted nothing
 # Tokens that a first draft gains before anything was seen, the plain steps it costs, and how both fall behind it.
 _FIRST_GAIN, _FIRST_COST, _FIRST_FALL = 0.8, 0.1, 0.85
 _LARGEST_STALL = 1.25  # of a step's expected time: what goes beyond is the machine's doing, not drafting's
+_NEAR = 0.9  # of the best rate: a number that promises so much may be better than it
 _LEAST_LOSS = 0.03  # of its time, that a probe is taken to cost: its expected loss is an estimate too
 
 
@@ -52,25 +54,31 @@ class ConfidentPolicy:
         self._beginnings = Beginnings(max_draft_tokens)
         self._costs = RowCosts()
         self._worths: dict[int, _Worth] = {}  # by size class
+        self._steps = 0
+        self._done: dict[int, list[int]] = {}  # by size class: the step that last drafted so many
         self._allowance = Allowance()
         self._balance = Balance()
         self._said: dict[RequestId, Sequence[float]] = {}  # of the step under way
         self._tokens_of_step = 0
-        self._uneven = (
-            False  # of the step under way: whether it verifies more of some requests than of others
-        )
+        self._padding = 0  # of the step under way: as `drafter.row_costs` has it
         self._was_plain = True  # the step before
 
     def choose(self, batch_size: int, requests: Sequence[RequestId]) -> int:
         """Drafts per request, 0 .. max_draft_tokens, for the next step of this batch."""
         if not self._costs.known or self._balance.behind:
             return 0
+        self._steps += 1
+        done = self._done.setdefault(size_class(batch_size), [0] * (self._max + 1))
         rates = [self._rate(batch_size, num_draft) for num_draft in range(self._max + 1)]
         best = max(range(self._max + 1), key=rates.__getitem__)
-        # What is not being done: plain steps, or drafting of the number that would be best.
-        other = 0 if best else max(range(1, self._max + 1), key=rates.__getitem__)
+        # What is not being done: plain steps, drafting of the number that would be best, and what may be as good.
+        likeliest = max(range(1, self._max + 1), key=rates.__getitem__)
+        others = {0, likeliest, *(k for k, rate in enumerate(rates) if rate > _NEAR * rates[best])} - {best}
+        other = min(others, key=done.__getitem__)
         lost_share = max(rates[best] / rates[other] - 1, _LEAST_LOSS)
-        return other if self._allowance.pay(lost_share * self._step_s(batch_size, other)) else best
+        chosen = other if self._allowance.pay(lost_share * self._step_s(batch_size, other)) else best
+        done[chosen] = self._steps
+        return chosen
 
     def possible(self) -> range:
         """What `choose` may answer, ascending."""
@@ -88,8 +96,9 @@ class ConfidentPolicy:
         ]
         memory = _PROBE_MEMORY if self._was_plain else _BLOCK_MEMORY
         self._worth(batch_size).add(batch_size, costs.even_s[0], found, memory)
-        self._uneven = len(set(found[-1].counts)) > 1
-        return found[-1].counts
+        counts = found[-1].counts
+        self._padding = batch_size * max(counts) - sum(counts)
+        return counts
 
     def observe_acceptance(self, request: RequestId, num_draft: int, accepted: int) -> None:
         """One request's outcome of a step that verified `num_draft` drafts; before that step's `observe_cost`."""
@@ -103,19 +112,19 @@ class ConfidentPolicy:
         self, batch_size: int, num_draft: int, draft_s: float, verify_s: float, num_verified: int
     ) -> None:
         """See `DraftingPolicy.observe_cost`."""
-        num_tokens, uneven = batch_size + num_verified, self._uneven
-        self._costs.observe_verify(batch_size, num_tokens, verify_s, uneven)
+        num_tokens, padding = batch_size + num_verified, self._padding
+        self._costs.observe_verify(batch_size, num_tokens, verify_s, padding)
         step_s = verify_s
         if num_draft:
             self._costs.observe_draft(batch_size, num_draft, draft_s)
             step_s += draft_s
         plain_s = self._costs.verify_s(batch_size, batch_size)
         expected_s = self._costs.draft_s(batch_size, num_draft)
-        expected_s += self._costs.verify_s(batch_size, num_tokens, uneven)
+        expected_s += self._costs.verify_s(batch_size, num_tokens, padding)
         step_s = min(step_s, _LARGEST_STALL * expected_s)
         self._allowance.earn(step_s, plain_s)
         self._balance.add(self._tokens_of_step / batch_size * plain_s, step_s if num_draft else plain_s)
-        self._tokens_of_step, self._uneven, self._was_plain = 0, False, not num_draft
+        self._tokens_of_step, self._padding, self._was_plain = 0, 0, not num_draft
 
     def forget(self, request: RequestId) -> None:
         """Drop what is known of a request that has ended."""

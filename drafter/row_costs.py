@@ -1,16 +1,17 @@
 """What a step costs by the rows it computes, fitted to every step that was measured.
 
     verifying n tokens of b requests   v0 + v1 · n + v2 · b + s_2 + ... + s_min(n, 20)
-                                       + sum over h = 16, 64, 256 of v_h · max(n - h, 0)
-                                       + u · n, of some requests more than of others
+                                       + sum over h = 16, 32, 64, 256 of v_h · max(n - h, 0)
+                                       + p · rows of padding
     drafting k tokens for b requests   d0 + d1 · b + d2 · b · k
 
 What one step shows serves all batch sizes and draft counts, and no single measurement decides. Few rows have a step
 each, for a CPU multiplies so many rows at a time, and the next one starts another pass: on AVX-512 up to 6 rows cost
-the same, and 7 a quarter more. The hinges stand for where a processor stops being bound by reading weights: a CPU near
-the first, a GPU at one of the others. Where requests verify unlike numbers of tokens, attention computes for each what
-it does for the widest. Squares of relative errors are least, old steps fade, and a prior that does not keeps what the
-steps at hand do not tell apart.
+the same, and 7 a quarter more. The hinges stand for where a processor stops being bound by reading weights: a CPU at
+one of the first two (on AVX2 33 rows cost a tenth more than 32), a GPU at one of the others. Where requests verify
+unlike numbers of tokens, attention computes for each what it does for the widest: rows of padding, which no product
+sees. Squares of relative errors are least, old steps fade, and a prior that does not keeps what the steps at hand do
+not tell apart.
 
 Only proportions decide, but a machine that is shared or throttled may be twice as slow a minute later. So seconds are
 divided by the machine's pace of the moment, which follows quickly: how long a step took over how long it was expected
@@ -31,14 +32,14 @@ import numpy.typing as npt
 from drafter.scheduling import VerifyCosts
 
 _STEPS = 20  # the most rows that have a cost of their own
-_HINGES = (16, 64, 256)
+_HINGES = (16, 32, 64, 256)
 _PACE_GAIN = 0.3  # how far one step moves the pace towards what it shows
 _LARGEST_SURPRISE = 1.5  # what differs more from what was expected is the machine's pace, at once
 _MEMORY = 0.995  # of a step after one more
 # Coefficients in units of a lone request's plain step, and how many steps' worth of trust each has: a CPU of two cores
 # with SmolLM2-135M.
-_VERIFY_PRIOR = (0.85, 0.06, 0.02, 0.0, 0.0, 0.03, 0.004, *[0.0] * (_STEPS - 1))
-_VERIFY_TRUST = (0.2, 20.0, 20.0, 20.0, 20.0, 10.0, 1000.0, *[7.0] * (_STEPS - 1))
+_VERIFY_PRIOR = (0.85, 0.06, 0.02, 0.0, 0.0, 0.0, 0.03, 0.02, *[0.0] * (_STEPS - 1))
+_VERIFY_TRUST = (0.2, 20.0, 20.0, 20.0, 20.0, 20.0, 10.0, 40.0, *[7.0] * (_STEPS - 1))
 _DRAFT_PRIOR, _DRAFT_TRUST = (0.22, 0.05, 0.007), (0.5, 10.0, 200.0)
 _LEAST_SHARE = 0.05  # of the unit: no step is cheaper
 _ROW_FEATURES = [tuple(float(rows >= row) for row in range(2, _STEPS + 1)) for rows in range(_STEPS + 1)]
@@ -58,12 +59,12 @@ class RowCosts:
         """Whether anything was measured."""
         return self._unit_s > 0
 
-    def observe_verify(self, batch_size: int, num_tokens: int, seconds: float, uneven: bool = False) -> None:
+    def observe_verify(self, batch_size: int, num_tokens: int, seconds: float, padding: int = 0) -> None:
         """`num_tokens`: of the whole batch, the token that a request decodes anyway included.
 
-        `uneven`: whether some requests had more of them than others.
+        `padding`: how many more there would be, had every request as many as the one with most.
         """
-        features = _verify_features(batch_size, num_tokens, uneven)
+        features = _verify_features(batch_size, num_tokens, padding)
         if not self._unit_s:
             self._unit_s = seconds / self._verify.at(features)
         self._observe(self._verify, features, seconds)
@@ -72,14 +73,15 @@ class RowCosts:
         """After a verification, which knows the machine's pace."""
         self._observe(self._draft, _draft_features(batch_size, num_draft), seconds)
 
-    def verify_s(self, batch_size: int, num_tokens: int, uneven: bool = False) -> float:
-        return self._scale * self._verify.at(_verify_features(batch_size, num_tokens, uneven))
+    def verify_s(self, batch_size: int, num_tokens: int, padding: int = 0) -> float:
+        return self._scale * self._verify.at(_verify_features(batch_size, num_tokens, padding))
 
     def verify_costs(self, batch_size: int, num_draft: int) -> VerifyCosts:
         """Of so many requests with up to so many drafts each."""
-        even = [_verify_features(batch_size, batch_size * (k + 1), False) for k in range(num_draft + 1)]
-        rows = range(batch_size, batch_size * (num_draft + 1) + 1)
-        seconds = self._verify.all(even + [_verify_features(batch_size, n, True) for n in rows], self._scale)
+        widest = batch_size * (num_draft + 1)
+        even = [_verify_features(batch_size, batch_size * (k + 1), 0) for k in range(num_draft + 1)]
+        uneven = [_verify_features(batch_size, n, widest - n) for n in range(batch_size, widest + 1)]
+        seconds = self._verify.all(even + uneven, self._scale)
         return VerifyCosts(seconds[: len(even)], seconds[len(even) :])
 
     def draft_s(self, batch_size: int, num_draft: int) -> float:
@@ -138,10 +140,10 @@ class _Fit:
         return self._coefficients
 
 
-def _verify_features(batch_size: int, num_tokens: int, uneven: bool) -> tuple[float, ...]:
+def _verify_features(batch_size: int, num_tokens: int, padding: int) -> tuple[float, ...]:
     steps = _ROW_FEATURES[min(num_tokens, _STEPS)]
     hinges = (max(num_tokens - hinge, 0) for hinge in _HINGES)
-    return 1.0, num_tokens, *hinges, batch_size, num_tokens if uneven else 0.0, *steps
+    return 1.0, num_tokens, *hinges, batch_size, padding, *steps
 
 
 def _draft_features(batch_size: int, num_draft: int) -> tuple[float, ...]:
