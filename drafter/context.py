@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafter.layers import RotaryTable, rms_norm, rotate
+from drafter.layers import TORCH_OPS, LayerOps, RotaryTable, rotate
 from drafter.linear import Linear
 
 
@@ -33,6 +33,7 @@ class ContextProjection:
         k_norm_LD: Tensor,
         eps: float,
         rotary: RotaryTable,
+        ops: LayerOps = TORCH_OPS,
     ) -> None:
         """`k_proj_LMH`, `v_proj_LMH`: each layer's projection, M = N·D rows."""
         self._fc = Linear(fc_HX)
@@ -44,6 +45,7 @@ class ContextProjection:
         self._k_norm_L1D = k_norm_LD[:, None, :]
         self._eps = eps
         self._rotary = rotary
+        self._ops = ops
 
     @property
     def linears(self) -> tuple[Linear, Linear]:
@@ -52,10 +54,11 @@ class ContextProjection:
     def project(self, taps_TX: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values for T committed tokens at `positions_T`: two tensors [L, T, N, D]."""
         num_tokens = taps_TX.shape[0]
-        context_TH = rms_norm(self._fc(taps_TX), self._hidden_norm_H, self._eps)
+        context_TH = self._ops.rms_norm(self._fc(taps_TX), self._hidden_norm_H, self._eps)
         kv = self._kv_proj(context_TH).view(num_tokens, self._num_layers, 2, -1, self._head_dim)
         keys_TLND = F.rms_norm(kv[:, :, 0], (self._head_dim,), None, self._eps) * self._k_norm_L1D
         # `rotate` wants [T, heads, D]; a rotation does not care which layer a head belongs to.
-        rotated = rotate(keys_TLND.reshape(num_tokens, -1, self._head_dim), self._rotary.at(positions_T))
+        rotation = self._ops.rotation(self._rotary, positions_T)
+        rotated = rotate(keys_TLND.reshape(num_tokens, -1, self._head_dim), rotation)
         keys_LTND = rotated.view(num_tokens, self._num_layers, -1, self._head_dim).transpose(0, 1)
         return keys_LTND, kv[:, :, 1].transpose(0, 1)

@@ -113,6 +113,7 @@ class BlockDrafter:
             k_norm_LD=torch.stack([layer.k_norm_D for layer in weights.layers]),
             eps=config.rms_norm_eps,
             rotary=self._rotary,
+            ops=ops,
         )
 
     @property
@@ -217,7 +218,7 @@ class BlockDrafter:
         block_BS = anchor_ids_B.new_full((num_requests, self.block_size), self.config.mask_token_id)
         block_BS[:, 0] = anchor_ids_B
         residual_TH = embed(block_BS.view(-1), self._weights.embed_VH, self._ranks)
-        rotation = self._rotary.at(positions_T.reshape(-1))
+        rotation = self._ops.rotation(self._rotary, positions_T.reshape(-1))
         eps, ops, layers = self.config.rms_norm_eps, self._ops, self._weights.layers
         normed_TH = ops.rms_norm(residual_TH, layers[0].input_norm_H, eps)
         norms_after = [*(layer.input_norm_H for layer in layers[1:]), self._weights.norm_H]

@@ -202,22 +202,22 @@ class RotaryTable:
         """`dtype` is the dtype of the queries and keys to rotate."""
         if head_dim % 2:
             raise RopeError(f"head_dim {head_dim} is odd; rotary positions need pairs")
-        self._dtype = dtype
+        self.dtype = dtype
         self._angle_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         half = inverse_frequencies(rope, head_dim, self._angle_dtype)
-        self._inv_freq_D = torch.cat((half, half)).to(device)
+        self.frequencies_D = torch.cat((half, half)).to(device)  # radians per position
         sign = torch.ones(head_dim, dtype=self._angle_dtype)
         sign[: head_dim // 2] = -1
-        self._scale = rope.attention_factor
-        self._signed_scale_D = (sign * rope.attention_factor).to(device)
+        self.scale = rope.attention_factor
+        self.signed_scale_D = (sign * rope.attention_factor).to(device)
 
     def at(self, positions_T: Tensor) -> Rotation:
         """The rotation of integer positions [T], on the table's device."""
-        angles_T1D = positions_T.to(self._angle_dtype)[:, None, None] * self._inv_freq_D
+        angles_T1D = positions_T.to(self._angle_dtype)[:, None, None] * self.frequencies_D
         cos = angles_T1D.cos()
-        if self._scale != 1.0:
-            cos = cos * self._scale
-        return Rotation(cos.to(self._dtype), (angles_T1D.sin() * self._signed_scale_D).to(self._dtype))
+        if self.scale != 1.0:
+            cos = cos * self.scale
+        return Rotation(cos.to(self.dtype), (angles_T1D.sin() * self.signed_scale_D).to(self.dtype))
 
 
 def rotate(x_TND: Tensor, rotation: Rotation) -> Tensor:
@@ -275,6 +275,9 @@ class LayerOps(Protocol):
     def swiglu(self, gate_up_T2I: Tensor) -> Tensor:
         """As `swiglu`."""
 
+    def rotation(self, table: RotaryTable, positions_T: Tensor) -> Rotation:
+        """As `RotaryTable.at`."""
+
 
 class TorchOps:
     """`LayerOps` in plain torch, on any device."""
@@ -290,6 +293,9 @@ class TorchOps:
 
     def swiglu(self, gate_up_T2I: Tensor) -> Tensor:
         return swiglu(gate_up_T2I)
+
+    def rotation(self, table: RotaryTable, positions_T: Tensor) -> Rotation:
+        return table.at(positions_T)
 
 
 TORCH_OPS: LayerOps = TorchOps()

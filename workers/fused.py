@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from drafter.layers import Projection, Rotation
+from drafter.layers import Projection, RotaryTable, Rotation
 
 _HEADS_AT_ONCE = 8
 _COLUMNS_AT_ONCE = 1024
@@ -93,6 +93,25 @@ def _swiglu_kernel(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, EARLY: tl.co
     gate = tl.load(gate_up_ptr + row * 2 * size + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * 2 * size + size + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * size + columns, gate / (1.0 + tl.exp(-gate)) * up, mask=inside)
+
+
+@triton.jit
+def _rotation_kernel(
+    positions_ptr,
+    frequencies_ptr,
+    signed_scale_ptr,
+    cos_ptr,
+    sin_ptr,
+    scale,
+    D: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    wait_for_kernels_before(EARLY)
+    token = tl.program_id(0).to(tl.int64)
+    elements = tl.arange(0, D)
+    angles = tl.load(positions_ptr + token).to(tl.float32) * tl.load(frequencies_ptr + elements)
+    tl.store(cos_ptr + token * D + elements, tl.cos(angles) * scale)
+    tl.store(sin_ptr + token * D + elements, tl.sin(angles) * tl.load(signed_scale_ptr + elements))
 
 
 @triton.jit
@@ -273,6 +292,22 @@ class FusedOps:
             gate_up_T2I, out_TI, size, BLOCK=_COLUMNS_AT_ONCE, num_warps=4, **early(out_TI.device)
         )
         return out_TI
+
+    def rotation(self, table: RotaryTable, positions_T: Tensor) -> Rotation:
+        (num_tokens,), head_dim = positions_T.shape, table.frequencies_D.shape[0]
+        cos, sin = torch.empty((2, num_tokens, 1, head_dim), dtype=table.dtype, device=positions_T.device)
+        _rotation_kernel[(num_tokens,)](
+            positions_T.contiguous(),
+            table.frequencies_D,
+            table.signed_scale_D,
+            cos,
+            sin,
+            table.scale,
+            D=head_dim,
+            num_warps=_warps(head_dim),
+            **early(positions_T.device),
+        )
+        return Rotation(cos, sin)
 
 
 @functools.cache

@@ -195,6 +195,28 @@ def test_the_fused_steps_equal_torchs() -> None:
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("scale", [1.0, 1.25])
+def test_rotations_are_torchs_far_into_a_context(head_dim: int, scale: float) -> None:
+    from drafter.layers import RopeParameters, RotaryTable
+    from workers.fused import FusedOps
+
+    rope = (
+        RopeParameters(1e6, "yarn", 4.0, 32768, attention_factor=scale)
+        if scale != 1.0
+        else RopeParameters(1e4)
+    )
+    table = RotaryTable(rope, head_dim, torch.bfloat16, "cuda")
+    exact_table = RotaryTable(rope, head_dim, torch.float64, "cuda")
+    positions = torch.cat((torch.arange(600), torch.randint(600, 131_072, (600,)))).cuda()
+    for found, near, exact in zip(
+        FusedOps().rotation(table, positions), table.at(positions), exact_table.at(positions), strict=True
+    ):
+        assert found.shape == near.shape
+        # No further from the exact value than torch's own float32 angles are, but for rounding.
+        assert (found.double() - exact).abs().max() <= (near.double() - exact).abs().max() + 2**-8
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("normed", [False, True])
 def test_a_projection_enters_as_torchs_heads_do(head_dim: int, normed: bool) -> None:
     from drafter.layers import Projection, RopeParameters, RotaryTable, split_heads

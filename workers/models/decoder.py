@@ -135,7 +135,7 @@ class Decoder:
             if not -1 <= tap < self.config.num_layers:
                 raise ValueError(f"tap layer {tap} is outside -1 .. {self.config.num_layers - 1}")
         eps, ops = self.config.rms_norm_eps, self._ops
-        rotation = self._rotary.at(positions_T)
+        rotation = ops.rotation(self._rotary, positions_T)
         residual = embed(token_ids_T, self.embed_weight, self.ranks)
         normed = ops.rms_norm(residual, self._layers[0].input_norm, eps)
         norms_after = [*(layer.input_norm for layer in self._layers[1:]), self._final_norm]
