@@ -32,10 +32,14 @@ from drafter.scheduling import Admission, admit
 from drafter.width_costs import size_class
 from kvmanager.ids import RequestId
 
+_FIRST_COST = 0.5  # of what a draft seems to cost before anything was seen, so that some are
 _BLOCK_MEMORY = 0.85  # of what a step's blocks were worth, after one more step
+_UNSEEN_MEMORY = 0.97  # of what drafts behind the block's were worth
 _PROBE_MEMORY = 0.5  # after a step that drafted nothing
-# Tokens that a first draft gains before anything was seen, the plain steps it costs, and how both fall behind it.
-_FIRST_GAIN, _FIRST_COST, _FIRST_FALL = 0.8, 0.1, 0.85
+_FIRST_GAIN, _FIRST_FALL = (
+    0.8,
+    0.85,
+)  # tokens that a first draft gains before anything was seen, a next one of that
 _LARGEST_STALL = 1.25  # of a step's expected time: what goes beyond is the machine's doing, not drafting's
 _NEAR = 0.9  # of the best rate: a number that promises so much may be better than it
 _LEAST_LOSS = 0.03  # of its time, that a probe is taken to cost: its expected loss is an estimate too
@@ -144,7 +148,10 @@ class ConfidentPolicy:
         )
 
     def _worth(self, batch_size: int) -> _Worth:
-        return self._worths.setdefault(size_class(batch_size), _Worth(self._max))
+        sizes = size_class(batch_size)
+        if sizes not in self._worths:
+            self._worths[sizes] = _Worth(self._costs.verify_costs(batch_size, self._max).even_s)
+        return self._worths[sizes]
 
 
 class _Worth:
@@ -154,12 +161,15 @@ class _Worth:
     cost of a mean is another thing.
     """
 
-    def __init__(self, max_draft_tokens: int) -> None:
-        self._gained = [_FIRST_GAIN * _FIRST_FALL**draft for draft in range(max_draft_tokens)]
-        self._cost = [_FIRST_COST * _FIRST_FALL**draft for draft in range(max_draft_tokens)]
+    def __init__(self, even_s: Sequence[float]) -> None:
+        """`even_s[w]`: to verify w drafts of each request, as far as is known."""
+        self._cost = [_FIRST_COST * (more - less) / even_s[0] for less, more in pairwise(even_s)]
+        self._gained = [_FIRST_GAIN * _FIRST_FALL**draft for draft in range(len(self._cost))]
 
     def add(self, batch_size: int, plain_s: float, found: Sequence[Admission], memory: float) -> None:
-        """One step's blocks, with 1, 2, ... drafts each. Drafts beyond are taken to fall off as the last one did."""
+        """One step's blocks, with 1, 2, ... drafts each. What is known of drafts beyond is kept for a while, and
+        comes to fall off as the last one did.
+        """
         gained = [0.0, *(each.expected / batch_size - 1 for each in found)]
         cost = [0.0, *(each.verify_s / plain_s - 1 for each in found)]
         for kept, upto in ((self._gained, gained), (self._cost, cost)):
@@ -168,7 +178,8 @@ class _Worth:
             last = len(found) - 1
             fall = kept[last] / kept[last - 1] if last and kept[last - 1] > 0 else 1.0
             for draft in range(last + 1, len(kept)):
-                kept[draft] = kept[draft - 1] * max(min(fall, _FIRST_FALL), 0.0)
+                falling = kept[draft - 1] * max(min(fall, _FIRST_FALL), 0.0)
+                kept[draft] = _UNSEEN_MEMORY * kept[draft] + (1 - _UNSEEN_MEMORY) * falling
 
     def gained(self, num_draft: int) -> float:
         """Tokens of a request, by so many drafts."""

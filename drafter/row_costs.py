@@ -2,16 +2,16 @@
 
     verifying n tokens of b requests   v0 + v1 · n + v2 · b + s_2 + ... + s_min(n, 20)
                                        + sum over h = 16, 32, 64, 256 of v_h · max(n - h, 0)
-                                       + p · rows of padding
+                                       + (u · b + p · rows of padding, of some requests more than of others)
     drafting k tokens for b requests   d0 + d1 · b + d2 · b · k
 
 What one step shows serves all batch sizes and draft counts, and no single measurement decides. Few rows have a step
 each, for a CPU multiplies so many rows at a time, and the next one starts another pass: on AVX-512 up to 6 rows cost
 the same, and 7 a quarter more. The hinges stand for where a processor stops being bound by reading weights: a CPU at
 one of the first two (on AVX2 33 rows cost a tenth more than 32), a GPU at one of the others. Where requests verify
-unlike numbers of tokens, attention computes for each what it does for the widest: rows of padding, which no product
-sees. Squares of relative errors are least, old steps fade, and a prior that does not keeps what the steps at hand do
-not tell apart.
+unlike numbers of tokens, attention computes several groups of them, and in each for every request what it does for the
+widest: rows of padding, which no product sees. Squares of relative errors are least, old steps fade, and a prior that
+does not keeps what the steps at hand do not tell apart.
 
 Only proportions decide, but a machine that is shared or throttled may be twice as slow a minute later. So seconds are
 divided by the machine's pace of the moment, which follows quickly: how long a step took over how long it was expected
@@ -38,8 +38,8 @@ _LARGEST_SURPRISE = 1.5  # what differs more from what was expected is the machi
 _MEMORY = 0.995  # of a step after one more
 # Coefficients in units of a lone request's plain step, and how many steps' worth of trust each has: a CPU of two cores
 # with SmolLM2-135M.
-_VERIFY_PRIOR = (0.85, 0.06, 0.02, 0.0, 0.0, 0.0, 0.03, 0.02, *[0.0] * (_STEPS - 1))
-_VERIFY_TRUST = (0.2, 20.0, 20.0, 20.0, 20.0, 20.0, 10.0, 40.0, *[7.0] * (_STEPS - 1))
+_VERIFY_PRIOR = (0.85, 0.06, 0.02, 0.0, 0.0, 0.0, 0.03, 0.005, 0.015, *[0.0] * (_STEPS - 1))
+_VERIFY_TRUST = (0.2, 20.0, 20.0, 20.0, 20.0, 20.0, 10.0, 100.0, 30.0, *[7.0] * (_STEPS - 1))
 _DRAFT_PRIOR, _DRAFT_TRUST = (0.22, 0.05, 0.007), (0.5, 10.0, 200.0)
 _LEAST_SHARE = 0.05  # of the unit: no step is cheaper
 _ROW_FEATURES = [tuple(float(rows >= row) for row in range(2, _STEPS + 1)) for rows in range(_STEPS + 1)]
@@ -143,7 +143,7 @@ class _Fit:
 def _verify_features(batch_size: int, num_tokens: int, padding: int) -> tuple[float, ...]:
     steps = _ROW_FEATURES[min(num_tokens, _STEPS)]
     hinges = (max(num_tokens - hinge, 0) for hinge in _HINGES)
-    return 1.0, num_tokens, *hinges, batch_size, padding, *steps
+    return 1.0, num_tokens, *hinges, batch_size, padding, batch_size if padding else 0.0, *steps
 
 
 def _draft_features(batch_size: int, num_draft: int) -> tuple[float, ...]:
