@@ -37,6 +37,7 @@ from kvmanager.manager import BatchLimits
 from workers.attention.blocks import BlockPlan
 from workers.attention.flashinfer import FlashInferPagedAttention
 from workers.buckets import fitting, powers_up_to
+from workers.fused import likeliest
 from workers.models.decoder import Decoder
 from workers.runner import ModelRunner
 from workers.sampler import Sampler
@@ -87,21 +88,18 @@ class _DeviceChoice:
     width: int
 
     def one(self, logits_BV: Tensor, draft: int) -> Tensor:
-        rows = None
-        if self.rules is not None:
-            first = torch.arange(self.num_requests, device=logits_BV.device) * self.width
-            rows = self.rules.rows(first + draft)
-        return choose_rows(logits_BV, rows)[0]
+        if self.rules is None:
+            return likeliest(logits_BV)
+        first = torch.arange(self.num_requests, device=logits_BV.device) * self.width
+        return choose_rows(logits_BV, self.rules.rows(first + draft))[0]
 
     def all(self, logits_BKV: Tensor) -> Tensor:
-        num_draft = logits_BKV.shape[1]
-        rows = None
-        if self.rules is not None:
-            device = logits_BKV.device
-            first_B1 = torch.arange(self.num_requests, device=device)[:, None] * self.width
-            rows = self.rules.rows((first_B1 + torch.arange(num_draft, device=device)).flatten())
-        chosen_N, _ = choose_rows(logits_BKV.flatten(0, 1), rows)
-        return chosen_N.view(-1, num_draft)
+        num_draft, device = logits_BKV.shape[1], logits_BKV.device
+        if self.rules is None:
+            return likeliest(logits_BKV.flatten(0, 1)).view(-1, num_draft)
+        first_B1 = torch.arange(self.num_requests, device=device)[:, None] * self.width
+        rows = self.rules.rows((first_B1 + torch.arange(num_draft, device=device)).flatten())
+        return choose_rows(logits_BKV.flatten(0, 1), rows)[0].view(-1, num_draft)
 
 
 class CapturedStep:
@@ -332,7 +330,7 @@ class CapturedStep:
                 context.prepare()
                 drafter.append_context(output.taps_TX, positions_T, draft_attention, context)
             logits_NV = self._logits_of(batch * width, decoder.config.vocab_size)
-            targets_BW = decoder.logits(output.hidden_TH, logits_NV).argmax(dim=-1).view(batch, width)
+            targets_BW = likeliest(decoder.logits(output.hidden_TH, logits_NV)).view(batch, width)
             found = torch.cat((targets_BW, accept(drafts_BK, targets_BW)[:, None]), dim=1)
             self._found_view(self._found, batch, width).copy_(found)
 

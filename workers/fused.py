@@ -31,6 +31,8 @@ from drafter.layers import Projection, RotaryTable, Rotation
 
 _HEADS_AT_ONCE = 8
 _COLUMNS_AT_ONCE = 1024
+_LOGITS_AT_ONCE = 2048
+_PROGRAMS_TO_FILL = 1024  # a device with rows of logits
 
 
 @triton.jit
@@ -193,6 +195,79 @@ def _store_kernel(
     place = plane_ptr + tl.load(offsets_ptr + token) + heads[:, None] * head_elements + elements[None, :]
     tl.store(place, k, mask=inside)
     tl.store(place + plane_elements, v, mask=inside)
+
+
+@triton.jit
+def _best_of_parts_kernel(
+    logits_ptr, best_ptr, place_ptr, stride, vocab, per_part, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
+    wait_for_kernels_before(EARLY)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    begin = part * per_part
+    end = tl.minimum(begin + per_part, vocab)
+    columns = tl.arange(0, BLOCK)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    place = begin + columns
+    for at in range(begin, end, BLOCK):
+        here = at + columns
+        x = tl.load(logits_ptr + row * stride + here, mask=here < end, other=float("-inf")).to(tl.float32)
+        x = tl.where(x != x, float("inf"), x)  # as torch has it, nothing is more than not a number
+        better = x > best
+        best = tl.where(better, x, best)
+        place = tl.where(better, here, place)
+    most = tl.max(best, 0)
+    at = row * tl.num_programs(1) + part
+    tl.store(best_ptr + at, most)
+    tl.store(place_ptr + at, tl.min(tl.where(best == most, place, vocab), 0))
+
+
+@triton.jit
+def _best_part_kernel(
+    best_ptr, place_ptr, out_ptr, num_parts, vocab, PARTS: tl.constexpr, EARLY: tl.constexpr
+):
+    wait_for_kernels_before(EARLY)
+    row = tl.program_id(0)
+    parts = tl.arange(0, PARTS)
+    inside = parts < num_parts
+    best = tl.load(best_ptr + row * num_parts + parts, mask=inside, other=float("-inf"))
+    place = tl.load(place_ptr + row * num_parts + parts, mask=inside, other=0)
+    tied = inside & (best == tl.max(best, 0))
+    tl.store(out_ptr + row, tl.min(tl.where(tied, place, vocab), 0).to(tl.int64))
+
+
+def likeliest(logits_NV: Tensor) -> Tensor:
+    """argmax over the last dimension, int64 [N], the first of equals."""
+    num_rows, vocab = logits_NV.shape
+    device = logits_NV.device
+    most_parts = triton.cdiv(vocab, _LOGITS_AT_ONCE)
+    num_parts = min(triton.cdiv(_PROGRAMS_TO_FILL, num_rows), most_parts)
+    per_part = triton.cdiv(most_parts, num_parts) * _LOGITS_AT_ONCE
+    num_parts = triton.cdiv(vocab, per_part)
+    best = torch.empty((num_rows, num_parts), dtype=torch.float32, device=device)
+    place = torch.empty((num_rows, num_parts), dtype=torch.int32, device=device)
+    out_N = torch.empty(num_rows, dtype=torch.int64, device=device)
+    _best_of_parts_kernel[(num_rows, num_parts)](
+        logits_NV,
+        best,
+        place,
+        logits_NV.stride(0),
+        vocab,
+        per_part,
+        BLOCK=_LOGITS_AT_ONCE,
+        num_warps=4,
+        **early(device),
+    )
+    _best_part_kernel[(num_rows,)](
+        best,
+        place,
+        out_N,
+        num_parts,
+        vocab,
+        PARTS=triton.next_power_of_2(num_parts),
+        num_warps=1,
+        **early(device),
+    )
+    return out_N
 
 
 def store_kv(k_THD: Tensor, v_THD: Tensor, layer_pages: Tensor, offsets_T: Tensor) -> None:

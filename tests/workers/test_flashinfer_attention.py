@@ -194,6 +194,21 @@ def test_the_fused_steps_equal_torchs() -> None:
         close(fused.swiglu(gate_up), TORCH_OPS.swiglu(gate_up))
 
 
+@pytest.mark.parametrize("num_rows", [1, 15, 128, 1500])
+@pytest.mark.parametrize("vocab", [7, 2048, 49152, 151936])
+def test_the_likeliest_is_the_first_of_the_largest(num_rows: int, vocab: int) -> None:
+    from workers.fused import likeliest
+
+    generator = torch.Generator("cuda").manual_seed(4)
+    wide = torch.randn((num_rows, vocab + 9), generator=generator, device="cuda").to(torch.bfloat16)
+    logits = wide[:, :vocab]  # bfloat16 has many equals
+    assert torch.equal(likeliest(logits), logits.argmax(dim=-1))
+    logits[0] = -torch.inf
+    assert int(likeliest(logits)[0]) == 0
+    logits[0, vocab // 2] = torch.nan
+    assert int(likeliest(logits)[0]) == vocab // 2
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("scale", [1.0, 1.25])
 def test_rotations_are_torchs_far_into_a_context(head_dim: int, scale: float) -> None:
