@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvmanager.ids import RequestId
 from tests.bench.gpu.figures import report
@@ -21,6 +22,7 @@ from workers.aggregated import AggregatedEngine
 from workers.assembly import Models, build, load_models
 from workers.config import PairSpec, WorkerConfig
 from workers.models.decoder import Decoder
+from workers.models.mlp import DenseMlp
 from workers.request import SamplingParams, SubmitRequest
 
 PROMPT = 128
@@ -108,12 +110,23 @@ def transformers_model(decoder: Decoder) -> Any:
     )
     with torch.device("cuda"):
         model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    left = model.load_state_dict(their_tensors(decoder), strict=False)
+    assert not left.unexpected_keys
+    assert left.missing_keys in ([], ["lm_head.weight"])
+    model.tie_weights()
+    return model
+
+
+def their_tensors(decoder: Decoder) -> dict[str, Tensor]:
+    """Our weights by the names of transformers' Llama."""
+    ours = decoder.config
     tensors = {"model.embed_tokens.weight": decoder.embed_weight, "model.norm.weight": decoder._final_norm}
     q_rows, kv_rows = ours.num_heads * ours.head_dim, ours.num_kv_heads * ours.head_dim
     for index, layer in enumerate(decoder._layers):
         at = f"model.layers.{index}."
         q, k, v = layer.qkv.dense_weight().split([q_rows, kv_rows, kv_rows])
-        gate, up = layer.gate_up.dense_weight().chunk(2)
+        assert isinstance(layer.mlp, DenseMlp)
+        gate, up = layer.mlp.gate_up.dense_weight().chunk(2)
         tensors |= {
             f"{at}input_layernorm.weight": layer.input_norm,
             f"{at}post_attention_layernorm.weight": layer.post_attention_norm,
@@ -123,13 +136,9 @@ def transformers_model(decoder: Decoder) -> Any:
             f"{at}self_attn.o_proj.weight": layer.output.dense_weight(),
             f"{at}mlp.gate_proj.weight": gate,
             f"{at}mlp.up_proj.weight": up,
-            f"{at}mlp.down_proj.weight": layer.down.dense_weight(),
+            f"{at}mlp.down_proj.weight": layer.mlp.down.dense_weight(),
         }
-    left = model.load_state_dict(tensors, strict=False)
-    assert not left.unexpected_keys
-    assert left.missing_keys in ([], ["lm_head.weight"])
-    model.tie_weights()
-    return model
+    return tensors
 
 
 def run_theirs(model: Any, prompts: list[list[int]], new_tokens: int, *, compiled: bool) -> float:
