@@ -10,11 +10,11 @@ pay. `trim` turns confidences into chances (`drafter.chances`) and verifies what
 block, and `choose` takes the number that would have paid best of late: mean tokens by mean cost, corrected for what a
 number that is not in use would yield (`drafter.beginnings`). Where nothing pays there is no drafting.
 
-Estimates of what is not being done go stale: plain steps keep their cost known, numbers that promise nearly as much
-as the best are tried in turn, and while nothing is drafted a block now and then shows whether that is still right. All
-are paid from an allowance that grows with the time spent, and cost
-what they are expected to lose: where much is at stake there are few of them, and where little is there are many. A
-guard compares recent steps with what target-only decoding would have taken, and stops drafting while they are behind.
+Estimates of what is not being done go stale: plain steps keep their cost known, numbers that promise nearly as much as
+the best are tried in turn, and while nothing is drafted a block now and then shows whether that is still right. All are
+paid from an allowance that grows with the time spent, and cost what they are expected to lose: where much is at stake
+there are few of them, and where little is there are many. A guard compares recent steps with what target-only decoding
+would have taken, and stops drafting while they are behind.
 
 Nothing here can change a token (see `drafter.scheduling`). Pure: it is told durations and outcomes, and holds no clock.
 """
@@ -34,12 +34,9 @@ from kvmanager.ids import RequestId
 
 _FIRST_COST = 0.5  # of what a draft seems to cost before anything was seen, so that some are
 _BLOCK_MEMORY = 0.85  # of what a step's blocks were worth, after one more step
-_UNSEEN_MEMORY = 0.97  # of what drafts behind the block's were worth
 _PROBE_MEMORY = 0.5  # after a step that drafted nothing
-_FIRST_GAIN, _FIRST_FALL = (
-    0.8,
-    0.85,
-)  # tokens that a first draft gains before anything was seen, a next one of that
+# Tokens that a first draft gains before anything was seen, and what share of that the next one.
+_FIRST_GAIN, _FIRST_FALL = 0.8, 0.85
 _LARGEST_STALL = 1.25  # of a step's expected time: what goes beyond is the machine's doing, not drafting's
 _NEAR = 0.9  # of the best rate: a number that promises so much may be better than it
 _LEAST_LOSS = 0.03  # of its time, that a probe is taken to cost: its expected loss is an estimate too
@@ -167,9 +164,10 @@ class _Worth:
         self._gained = [_FIRST_GAIN * _FIRST_FALL**draft for draft in range(len(self._cost))]
 
     def add(self, batch_size: int, plain_s: float, found: Sequence[Admission], memory: float) -> None:
-        """One step's blocks, with 1, 2, ... drafts each. What is known of drafts beyond is kept for a while, and
-        comes to fall off as the last one did.
+        """One step's blocks, with 1, 2, ... drafts each. Drafts beyond are taken to fall off as the last one did, after
+        as many steps as a few requests' blocks say little: what many have shown is believed for longer.
         """
+        unseen_memory = 1 - 0.5 / batch_size
         gained = [0.0, *(each.expected / batch_size - 1 for each in found)]
         cost = [0.0, *(each.verify_s / plain_s - 1 for each in found)]
         for kept, upto in ((self._gained, gained), (self._cost, cost)):
@@ -179,7 +177,7 @@ class _Worth:
             fall = kept[last] / kept[last - 1] if last and kept[last - 1] > 0 else 1.0
             for draft in range(last + 1, len(kept)):
                 falling = kept[draft - 1] * max(min(fall, _FIRST_FALL), 0.0)
-                kept[draft] = _UNSEEN_MEMORY * kept[draft] + (1 - _UNSEEN_MEMORY) * falling
+                kept[draft] = unseen_memory * kept[draft] + (1 - unseen_memory) * falling
 
     def gained(self, num_draft: int) -> float:
         """Tokens of a request, by so many drafts."""

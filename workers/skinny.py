@@ -1,8 +1,8 @@
 """Matrix products of few rows on Hopper GPUs, as a captured step has them: at the speed at which weights can be read.
 
 A verify step of one request multiplies 16 rows with every weight. torch's library starts each product when the kernel
-before it has ended, fetches its first weights, and ends in a kernel more where it cut the inputs: for a layer of an 8B
-shape a third of the time goes by before and after the bytes. Here each product fetches its first weights while the
+before it has ended, fetches its first weights, and ends in a kernel more where it cut the inputs: a layer of an 8B
+shape, without attention, takes 116 us where its bytes take 90. Here each product fetches its first weights while the
 kernel before it still runs (the launches are programmatic: see `skinny.cu`), adds up parts inside, and has the gate
 applied by those who computed it.
 
@@ -39,7 +39,7 @@ def serves(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class SkinnyProducts:
-    """What multiplies on one device. `of` a weight once, when models are loaded."""
+    """What multiplies on the present device. `of` a weight once, when models are loaded."""
 
     def __init__(self, device: torch.device) -> None:
         """`device`: one that `serves`."""

@@ -42,6 +42,26 @@ def test_steps_like_those_measured_are_expected_rightly(noise: float) -> None:
     assert costs.draft_s(8, 0) == 0.0
 
 
+def test_what_requests_of_unlike_widths_take_longer_is_learnt() -> None:
+    costs, rng = RowCosts(), random.Random(2)
+
+    def taken_s(batch: int, tokens: int, padding: int) -> float:
+        return verify_s(batch, tokens) + (0.004 * batch + 0.0005 * padding if padding else 0.0)
+
+    for _ in range(400):
+        batch, num_draft = rng.choice([4, 8]), rng.randint(1, 7)
+        verified = rng.randint(num_draft, batch * num_draft)
+        padding = batch * num_draft - verified
+        tokens = batch + verified
+        costs.observe_verify(batch, tokens, taken_s(batch, tokens, padding), padding)
+    found = costs.verify_costs(8, 3)
+    for drafts, seconds in enumerate(found.uneven_s):
+        wanted = taken_s(8, 8 + drafts, 24 - drafts) / verify_s(8, 8)
+        assert seconds / found.even_s[0] == pytest.approx(wanted, rel=0.12)
+    assert found.even_s[2] / found.even_s[0] == pytest.approx(verify_s(8, 24) / verify_s(8, 8), rel=0.12)
+    assert found.uneven_s[16] > 1.2 * found.even_s[2]
+
+
 def test_a_slower_machine_changes_no_proportion() -> None:
     at_speed, slowed = measured(), measured(slowness=3.0)
     assert slowed.verify_s(4, 16) / at_speed.verify_s(4, 16) == pytest.approx(3.0, rel=0.1)
