@@ -28,8 +28,8 @@ TEXTS = {
 class Machine:
     """Verification costs so much for each token of the batch; reported with noise. Drafters may be vain.
 
-    `vanity`: by how much a draft's reported logit exceeds the true one. `uneven_s`: what a request takes longer in a step
-    that verifies more of some requests than of others.
+    `vanity`: by how much a draft's reported logit exceeds the true one. `uneven_s`: what a request takes longer in a
+    step that verifies more of some requests than of others.
     """
 
     def __init__(self, batch: int, vanity: float = 0.0, uneven_s: float = 0.0) -> None:
