@@ -13,12 +13,20 @@ from cluster.doctor import Finding
 from cluster.rpc.v1 import admin_pb2
 
 _MARKS = {"ok": "[green]✓[/]", "warn": "[yellow]![/]", "fail": "[bold red]✗[/]"}
-STATES = {
+_STATES = {
     admin_pb2.WORKER_STATE_JOINING: "[yellow]joining[/]",
     admin_pb2.WORKER_STATE_READY: "[green]ready[/]",
     admin_pb2.WORKER_STATE_SUSPECT: "[red]suspect[/]",
     admin_pb2.WORKER_STATE_DRAINING: "[blue]draining[/]",
 }
+
+
+def state_of(worker: admin_pb2.Worker) -> str:
+    """A worker's state in a word or two, coloured."""
+    ready = worker.state == admin_pb2.WORKER_STATE_READY
+    if ready and worker.role != admin_pb2.WORKER_ROLE_AGGREGATED and not worker.peers:
+        return "[yellow]ready, no peer[/]"
+    return _STATES.get(worker.state, "?")
 
 
 def status_table(state: admin_pb2.GetClusterStateResponse) -> Group:
@@ -38,7 +46,7 @@ def status_table(state: admin_pb2.GetClusterStateResponse) -> Group:
         failed = f", {broken} failed" if broken else ""
         table.add_row(
             worker.name,
-            STATES.get(worker.state, "?"),
+            state_of(worker),
             f"{worker.running}+{worker.waiting}",
             f"{worker.slots_in_use} / {worker.draft_slots_in_use}",
             f"{worker.target_pages_in_use} / {worker.draft_pages_in_use} of {worker.target_pages}",

@@ -178,6 +178,17 @@ class Gateway:
         """(context epoch, generation epoch) of workers that have been introduced to each other."""
         return self._membership.paired
 
+    def peers(self, link: WorkerLink) -> list[str]:
+        """Names of the workers that this one has been introduced to."""
+        if link.facts is None:
+            return []
+        mates = {epoch for pair in self.paired if link.facts.epoch in pair for epoch in pair}
+        return sorted(
+            other.worker.name
+            for other in self.links
+            if other is not link and other.facts is not None and other.facts.epoch in mates
+        )
+
     @property
     def ready(self) -> bool:
         """Whether an ordinary request sent now would be served."""

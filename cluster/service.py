@@ -176,6 +176,7 @@ def gateway_worker_to_proto(gateway: Gateway, link: WorkerLink) -> admin_pb2.Wor
         message.accepted_by_position.extend(positions.accepted)
         message.drafted_by_position.extend(positions.drafted)
     message.acceptance_length_recent = gateway.acceptance.recent(link.worker.name)
+    message.peers.extend(gateway.peers(link))
     return message
 
 

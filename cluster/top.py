@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from cluster.display import STATES, size
+from cluster.display import size, state_of
 from cluster.rpc.v1 import admin_pb2
 
 State = admin_pb2.GetClusterStateResponse
@@ -87,7 +87,7 @@ def _workers(now: State, earlier: dict[tuple[str, str], admin_pb2.Worker], elaps
         decodes = worker.role != admin_pb2.WORKER_ROLE_CONTEXT
         table.add_row(
             worker.name,
-            STATES.get(worker.state, "?"),
+            state_of(worker),
             f"{worker.running}+{worker.waiting}",
             slots,
             _gauge(worker.target_pages_in_use, worker.target_pages),

@@ -60,6 +60,13 @@ def test_acceptance_is_drawn_per_position() -> None:
     assert bars([1.0, 0.5, 0.001, 0.0]) == "█▄▁ "
 
 
+def test_a_ready_worker_that_nobody_can_ship_to_stands_out() -> None:
+    assert "ready, no peer" in drawn(state(), None)
+    assert "no peer" not in drawn(state(peers=["context-0"]), None)
+    assert "no peer" not in drawn(state(role=admin_pb2.WORKER_ROLE_AGGREGATED), None)
+    assert "no peer" not in drawn(state(state=admin_pb2.WORKER_STATE_JOINING), None)
+
+
 def test_one_used_page_is_seen() -> None:
     assert "1/100" in drawn(state(target_pages_in_use=1), None)
 
