@@ -28,12 +28,13 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
 MAX_TOKENS = 60
 LONG = 400
+ENDLESS = 1900  # seconds of steps, on any machine: such a request is under way when what it waits for happens
 PROMPTS = tuple(tuple(range(start, start + 20)) for start in (40, 90, 140, 190))
 CONFIG = """
 pair = "tiny"
 generation_workers = 2
 max_batch = 4
-max_seq_len = 512
+max_seq_len = 2048
 draft_tokens = 0
 silence_limit_s = 3
 heartbeat_timeout_s = 2
@@ -178,12 +179,11 @@ def test_a_killed_gateways_requests_are_cancelled_and_another_finds_all_workers_
 ) -> None:
     other = cluster.gateway()[1]
     killed, address, _ = cluster.gateway()
-    lost = [Asking(address, prompt, LONG).begun() for prompt in PROMPTS]
+    lost = [Asking(address, prompt, ENDLESS).begun() for prompt in PROMPTS]
     kept = Asking(other, PROMPTS[0], LONG).begun()
     killed.kill()
     new, again, seconds = cluster.gateway()
-    assert all_ready(again)
-    assert seconds < 5.0
+    wait_until(lambda: all_ready(again), "it has not found all workers", timeout_s=5.0 - seconds)
     maps = Path(f"/proc/{new.process.pid}/maps").read_text()
     assert not [library for library in ("/torch/", "/ray/") if library in maps]  # what makes it this quick
     assert Asking(again, PROMPTS[1], MAX_TOKENS).answer() == golden[PROMPTS[1]][:MAX_TOKENS]
