@@ -30,6 +30,10 @@ from cluster.version import VERSION
 _LAZY_COMMANDS = {
     "eval": ("cluster.commands:eval_command", "Measure acceptance length and speed in several modes."),
     "demo": ("cluster.commands:demo_command", "Start a split cluster, answer 8 prompts, print the table."),
+    "draft-vocab": (
+        "cluster.draft_vocab_command:draft_vocab_command",
+        "List the tokens that texts use most.",
+    ),
     "plan": ("cluster.plan_command:plan_command", "Say what a pair's KV costs, and whether it starts."),
     "trace": ("cluster.trace_command:trace_command", "Draw the timeline of one request."),
     "workers": ("cluster.parts_commands:workers_command", "Keep workers running, for gateways that attach."),
@@ -79,6 +83,11 @@ def server_options(command: Callable[..., None]) -> Callable[..., None]:
         command(*arguments, access=client_access(token_file, ca_file), **options)
 
     return with_access
+
+
+def number_or_text(_context: click.Context, _option: click.Parameter, given: str | None) -> int | str | None:
+    """The callback of an option that takes either."""
+    return int(given) if given is not None and given.isdigit() else given
 
 
 @click.group(
@@ -176,8 +185,13 @@ def readable(error: Exception) -> str | None:
 @click.option("--drafting/--no-drafting", default=None, help="Load the pair's drafter.")
 @click.option(
     "--draft-tokens",
-    callback=lambda _context, _option, given: int(given) if given is not None and given.isdigit() else given,
+    callback=number_or_text,
     help="Tokens proposed per step: full, adaptive, or a number.",
+)
+@click.option(
+    "--draft-vocab",
+    callback=number_or_text,
+    help="Tokens that the drafter may say: so many, or those in a file of `slipstream draft-vocab`.",
 )
 @click.option("--threads", "num_threads", type=int, help="Threads of each worker.")
 @click.option("--context-workers", type=int)

@@ -12,6 +12,7 @@ import click
 from rich.console import Console
 
 from cluster import observatory
+from cluster.cli import number_or_text
 from cluster.evaluate import Evaluation, EvaluationPlan, evaluate
 from cluster.modes import MODES, EvaluationCluster, parse_modes
 from cluster.prompt_sets import EvalPrompt, builtin_prompts, file_prompts, task_prompts
@@ -79,6 +80,12 @@ class DraftTokens(click.ParamType[Any]):
 @click.option(
     "--draft-tokens", default="full", show_default=True, type=DraftTokens(), help="Draft tokens per step."
 )
+@click.option(
+    "--draft-vocab",
+    default="0",
+    callback=number_or_text,
+    help="Tokens that the drafter may say: so many, or those in a file; 0 is all.",
+)
 @click.option("--max-seq-len", default=1024, show_default=True, type=click.IntRange(min=2))
 @click.option("--temperature", default=0.0, show_default=True, type=float)
 @click.option("--seed", default=0, show_default=True, type=int)
@@ -126,8 +133,8 @@ def eval_command(
 
 
 def _check_updating(options: dict[str, Any]) -> None:
-    """A reference is of greedy answers with all drafts verified. Raises InvalidRequest for others."""
-    for field, needed in (("temperature", 0.0), ("draft_tokens", "full")):
+    """A reference is of greedy answers, all drafts verified, any token drafted. Raises InvalidRequest for others."""
+    for field, needed in (("temperature", 0.0), ("draft_tokens", "full"), ("draft_vocab", 0)):
         if options[field] != needed:
             raise InvalidRequest(
                 f"--update-reference needs {field} {needed}, not {options[field]}",
@@ -187,6 +194,7 @@ def _plan(
     task: Path | None = None,
     dtype: Any = "float32",
     draft_tokens: DraftPolicy | int = "full",
+    draft_vocab: int | str = 0,
     max_seq_len: int = 1024,
     temperature: float = 0.0,
     seed: int = 0,
@@ -199,6 +207,7 @@ def _plan(
             pair=pair,
             dtype=dtype,
             draft_tokens=draft_tokens,
+            draft_vocab=draft_vocab,
             concurrency=concurrency,
             max_seq_len=max_seq_len,
         ),

@@ -86,6 +86,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     Ray that was joined, `keep_workers` lets workers outlive their supervisor, named in `ray_namespace`.
     `device` "auto" gives each rank a GPU when Ray has enough of them. Prompts are computed in chunks of `chunk_tokens`,
     and several in one step while they have no more than `packed_tokens` together; None follows from the device.
+    `draft_vocab` (a number of tokens, or a file of them on every machine) makes draft steps shorter and some drafts
+    impossible, see `drafter.vocabulary`.
     `admission` "grow" lets generation workers take in more requests than their pools could finish at once.
     A request whose worker fails waits at most `replay_wait_s` for another, `max_replays` times in all.
     `local_prefill_tokens` is how much of a prompt a generation worker may compute itself instead of having it shipped;
@@ -130,6 +132,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     chunk_tokens: int | None = None
     packed_tokens: int | None = None
     drafting: bool = True
+    draft_vocab: int | str = 0
     draft_tokens: DraftPolicy | int = "adaptive"
     num_threads: int | None = None
 
@@ -276,6 +279,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             chunk_tokens=chunk_tokens,
             packed_tokens=packed_tokens,
             drafting=self.drafting,
+            draft_vocab=self.draft_vocab,
             draft_tokens=self.draft_tokens,
             num_threads=num_threads,
             tensor_parallel_size=self.ranks(role),

@@ -52,7 +52,8 @@ class Progress(Protocol):
 class EvaluationPlan:
     """Everything an evaluation is asked to do. `prompts` keep their order in all modes.
 
-    `reference` is what is known of this pair and length of answers, greedy and with all drafts verified.
+    `reference` is what is known of this pair and length of answers, greedy, with all drafts verified and any
+    token drafted.
     """
 
     cluster: EvaluationCluster
@@ -68,7 +69,8 @@ class EvaluationPlan:
     @property
     def bounds(self) -> Bounds | None:
         """What these prompts must reach; None when that is not known."""
-        if self.reference is None or self.temperature or self.cluster.draft_tokens != "full":
+        plain = self.cluster.draft_tokens == "full" and not self.cluster.draft_vocab
+        if self.reference is None or self.temperature or not plain:
             return None
         return bounds(self.reference, self.prompts)
 

@@ -72,6 +72,7 @@ class EvaluationCluster:
     draft_tokens: DraftPolicy | int
     concurrency: int
     max_seq_len: int
+    draft_vocab: int | str = 0
 
     def config(self, modes: Sequence[Mode]) -> ClusterConfig:
         """One cluster with the workers that these modes need."""
@@ -87,6 +88,7 @@ class EvaluationCluster:
             max_batch=max(self.concurrency, 1),
             max_seq_len=self.max_seq_len,
             draft_tokens=self.draft_tokens,
+            draft_vocab=self.draft_vocab,
             num_threads=os.cpu_count() or 1,
             # Modes are compared by what every one of them computes and ships itself.
             prefix_cache=False,

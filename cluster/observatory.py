@@ -80,7 +80,7 @@ def page(evaluation: Evaluation) -> str:
     settings = (
         f"{len(plan.prompts)} prompts, up to {plan.max_tokens} tokens, {plan.cluster.dtype}, "
         f"{plan.cluster.concurrency} at a time, temperature {plan.temperature:g}, "
-        f"draft tokens {plan.cluster.draft_tokens}"
+        f"draft tokens {plan.cluster.draft_tokens}, draft vocabulary {plan.cluster.draft_vocab or 'all'}"
     )
     return "\n".join(
         [

@@ -101,6 +101,10 @@ class AdjustedChoice:
     adjustments: Sequence[Adjustment]
     _drafted: list[Tensor] = field(default_factory=list)
 
+    @property
+    def greedy(self) -> bool:
+        return False
+
     def one(self, logits_BV: Tensor, draft: int) -> Tensor:
         """Raises ValueError unless `draft` is the next one."""
         if draft != len(self._drafted):

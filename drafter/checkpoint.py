@@ -9,7 +9,7 @@ the target's.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from drafter.ranks import (
     vocabulary_share,
     whole_vocabulary,
 )
+from drafter.vocabulary import narrowed
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -63,21 +64,28 @@ class TargetFacts:
     ranks: Ranks = ALONE
 
 
-def load_drafter(path: Path, target: TargetFacts, ops: LayerOps = TORCH_OPS) -> BlockDrafter:
+def load_drafter(
+    path: Path, target: TargetFacts, ops: LayerOps = TORCH_OPS, vocabulary: Collection[int] | None = None
+) -> BlockDrafter:
     """Load a drafter for `target`, in the dtype and on the device of the target's embedding.
 
     `path`: the drafter's directory, or the target's own when the drafter is inside.
     `ops`: how that device computes what lies between matrix products.
+    `vocabulary`: the target's ids of those tokens that it may say; None for all that it knows.
 
     Raises DrafterConfigError (a field of config.json), DrafterMismatch (drafter and target disagree),
-    DrafterCheckpointError (files or tensors) or UnevenShares (a drafter that its ranks cannot divide).
+    DrafterCheckpointError (files or tensors), DraftVocabularyError, or UnevenShares (a drafter that its ranks cannot
+    divide).
     """
     config = read_config(path)
     check_fits(config, target)
+    tensors: Mapping[str, Tensor]
     tensors = _read_stages(path) if config.family == "dspark_embedded" else _read_tensors(path)
     _check_tensors(path, tensors, config)
     device, dtype = target.embed_weight.device, target.embed_weight.dtype
     token_ids = _token_ids(path, config, tensors)
+    if vocabulary is not None or token_ids is not None:
+        config, tensors, token_ids = narrowed(config, tensors, token_ids, vocabulary)
     placed = {name: tensor.to(device, dtype) for name, tensor in tensors.items() if name not in _MAPS}
     if token_ids is not None:
         token_ids = token_ids.to(device)

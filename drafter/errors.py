@@ -19,6 +19,10 @@ class DrafterCheckpointError(DrafterError):
     """The drafter's files cannot be read, or a tensor is missing, unexpected or of the wrong shape."""
 
 
+class DraftVocabularyError(DrafterError):
+    """The tokens that a drafter is to say make no vocabulary for it."""
+
+
 class DrafterMismatch(DrafterError):
     """The drafter does not belong to this target: `field` differs between the two."""
 

@@ -50,6 +50,10 @@ class Proposal:
 class DraftChoice(Protocol):
     """Chooses the tokens of one step's drafts, for the requests in order."""
 
+    @property
+    def greedy(self) -> bool:
+        """Whether every token is simply the likeliest, the lowest id of equals, whichever draft and request."""
+
     def one(self, logits_BV: Tensor, draft: int) -> Tensor:
         """Token ids, int64 [B], of every request's draft number `draft`, 0 being the one behind the anchor."""
 
@@ -63,6 +67,10 @@ class KeyedChoice:
 
     rules: Sequence[ChoiceRule]
     first_positions: Sequence[int]
+
+    @property
+    def greedy(self) -> bool:
+        return all(rule.greedy for rule in self.rules)
 
     def one(self, logits_BV: Tensor, draft: int) -> Tensor:
         return choose(logits_BV, self.rules, [first + draft for first in self.first_positions])
@@ -78,17 +86,26 @@ class KeyedChoice:
 class WidenedChoice:
     """A choice for a drafter that can say only some of the target's tokens: the others get no probability.
 
-    `token_ids` are the target's ids of the drafter's, int64 [draft vocabulary]; noise is keyed by the target's.
+    `token_ids` are the target's ids of the drafter's, int64 [draft vocabulary], ascending; noise is keyed by the
+    target's. Greedy choices look at the drafter's tokens alone.
     """
 
     inner: DraftChoice
     token_ids: Tensor
     vocab_size: int
 
+    @property
+    def greedy(self) -> bool:
+        return self.inner.greedy
+
     def one(self, logits_BV: Tensor, draft: int) -> Tensor:
+        if self.greedy:
+            return self.token_ids[self.inner.one(logits_BV, draft)]
         return self.inner.one(self._widened(logits_BV), draft)
 
     def all(self, logits_BKV: Tensor) -> Tensor:
+        if self.greedy:
+            return self.token_ids[self.inner.all(logits_BKV)]
         return self.inner.all(self._widened(logits_BKV))
 
     def _widened(self, logits: Tensor) -> Tensor:

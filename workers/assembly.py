@@ -15,10 +15,11 @@ import torch
 from drafter.checkpoint import TargetFacts, load_drafter, read_config
 from drafter.confident import ConfidentPolicy
 from drafter.dflash import BlockDrafter
-from drafter.errors import DrafterError
+from drafter.errors import DrafterError, DraftVocabularyError
 from drafter.fingerprint import drafter_fingerprint
 from drafter.policy import BlockLengthPolicy, DraftingPolicy
 from drafter.ranks import ALONE, UnevenShares
+from drafter.vocabulary import read_vocabulary
 from kvmanager.budget import KvDemand, PagePlan, plan_from_memory, plan_from_pages
 from kvmanager.errors import BudgetInfeasible, LayoutRefused
 from kvmanager.families import ServingMode, require_form
@@ -167,9 +168,14 @@ def load_models(config: WorkerConfig, ranks: GroupRanks | None = None) -> Models
             fingerprint=decoder.fingerprint,
             ranks=decoder.ranks,
         )
-        drafter = load_drafter(pair.drafter_path, facts, backend.ops)
+        # A context worker drafts nothing: what its drafter could say would only take memory.
+        named = config.draft_vocab if config.role != "context" else 0
+        vocabulary = read_vocabulary(named, decoder.config.vocab_size, decoder.config.eos_token_ids)
+        drafter = load_drafter(pair.drafter_path, facts, backend.ops, vocabulary)
     except UnevenShares as error:
         raise ModelMismatch(f"{spec.name}: {error}", field="tensor_parallel_size") from error
+    except DraftVocabularyError as error:
+        raise ModelMismatch(f"draft_vocab: {error}", field="draft_vocab") from error
     except (PairError, CheckpointError, DrafterError) as error:
         raise ModelMismatch(str(error), field="pair") from error
     return Models(pair, decoder, drafter, drafter_fingerprint(pair.drafter_path), backend, ranks)

@@ -87,6 +87,10 @@ class _DeviceChoice:
     num_requests: int
     width: int
 
+    @property
+    def greedy(self) -> bool:
+        return self.rules is None
+
     def one(self, logits_BV: Tensor, draft: int) -> Tensor:
         if self.rules is None:
             return likeliest(logits_BV)

@@ -56,9 +56,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """One worker. `draft_tokens` is the default policy for requests that name no number themselves.
 
     `device` `auto` is the GPU when the worker's process sees one, else the CPU.
-    `drafting` False loads no drafter. `max_waiting` bounds the queue of requests not admitted yet, `chunk_tokens` the
-    prompt tokens of one prefill step. Prompts share a step while they have no more than `packed_tokens` to compute
-    together; at 0 each has steps of its own, as it always has on ranks that keep requests apart.
+    `drafting` False loads no drafter. `draft_vocab`: how many tokens, the first of the target's vocabulary, or a file
+    with a JSON list of those that the drafter may say; 0: all that it knows. `max_waiting` bounds the queue of requests
+    not admitted yet, `chunk_tokens` the prompt tokens of one prefill step. Prompts share a step while they have no more
+    than `packed_tokens` to compute together; at 0 each has steps of its own, as it always has on ranks that keep
+    requests apart.
     `draft_kv` and `pool_layout`: see `kvmanager.layout`; `verify`, the check of shipped KV: see `transceiver.content`.
     Both workers of a pair must have the same `draft_kv` and `verify`.
     `prefix_cache` keeps full pages of prompts for those that begin alike. `admission` is a generation worker's alone: a
@@ -86,6 +88,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     chunk_tokens: int = 256
     packed_tokens: int = 0
     drafting: bool = True
+    draft_vocab: int | str = 0
     draft_tokens: DraftPolicy | int = "full"
     num_threads: int = 1
     tensor_parallel_size: int = 1
@@ -107,6 +110,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(f"rank_timeout_s must be positive, got {self.rank_timeout_s}")
         if isinstance(self.draft_tokens, int) and self.draft_tokens < 0:
             raise ValueError(f"draft_tokens must be at least 0, got {self.draft_tokens}")
+        if isinstance(self.draft_vocab, int) and self.draft_vocab < 0:
+            raise ValueError(f"draft_vocab must be at least 0, got {self.draft_vocab}")
         match self.kv:
             case FixedPages(num_target_pages=pages) if pages < 2:
                 raise ValueError(

@@ -39,6 +39,7 @@ def test_an_unknown_key_names_the_nearest_known_one() -> None:
         ({"max_batch": 0}, "max_batch must be at least 1"),
         ({"draft_tokens": -1}, "draft_tokens must be at least 0"),
         ({"draft_tokens": "some"}, "draft_tokens"),
+        ({"draft_vocab": -1}, "draft_vocab must be at least 0"),
         ({"num_kv_pages": 9, "memory_fraction": 0.5}, "exclude each other"),
         ({"num_kv_pages": 1}, "num_target_pages must be at least 2"),
         ({"memory_fraction": 1.5}, r"fraction must be in \(0, 1\]"),

@@ -33,8 +33,10 @@ class Row:
         return sorted(DRAFT_KV_FORMS[self.family]["split"])
 
 
-def _row(family: str, drafting: dict[str, Any] | None = None) -> Row:
-    return Row(family, partial(load_random_pair, drafting=drafting))
+def _row(
+    family: str, drafting: dict[str, Any] | None = None, vocabulary: frozenset[int] | None = None
+) -> Row:
+    return Row(family, partial(load_random_pair, drafting=drafting, vocabulary=vocabulary))
 
 
 # A window over context and block, which no context of the tests is shorter than for long.
@@ -43,10 +45,12 @@ WINDOWED: dict[str, Any] = {
     "use_sliding_window": True,
     "sliding_window": 12,
 }
+SOME_TOKENS = frozenset({0, 2, 3, 5, 6, 8, 10})
 FAMILIES: dict[str, Row] = {
     "dflash": _row("dflash"),
     "dflash of another shape": _row("dflash", ANOTHER_SHAPE),
     "dflash of a window that sees ahead": _row("dflash", WINDOWED | {"is_causal": False}),
+    "dflash of some tokens": _row("dflash", vocabulary=SOME_TOKENS),
     "dflash2": _row("dflash2", dflash2()),
     "dflash2 of a causal window": _row("dflash2", dflash2(**WINDOWED)),
     "dflash2 of another shape": _row("dflash2", dflash2(**ANOTHER_SHAPE)),
@@ -54,5 +58,6 @@ FAMILIES: dict[str, Row] = {
     "dspark gated": _row("dspark", dspark("gated")),
     "dspark rnn": _row("dspark", dspark("rnn")),
     "dspark without heads": _row("dspark", dspark("vanilla", markov_rank=0, enable_confidence_head=False)),
+    "dspark of some tokens": _row("dspark", dspark("rnn"), SOME_TOKENS),
     "dspark of another shape": _row("dspark", dspark("vanilla", **ANOTHER_SHAPE)),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +25,22 @@ VOCAB = 11  # so few that drafts of a random drafter are accepted now and then
 
 
 def load_random_pair(
-    directory: Path, drafting: Mapping[str, Any] | None = None, **target_fields: Any
+    directory: Path,
+    drafting: Mapping[str, Any] | None = None,
+    vocabulary: Collection[int] | None = None,
+    **target_fields: Any,
 ) -> Models:
-    """Write both checkpoints, arguments as below, and load them as `workers.assembly.load_models` would."""
-    return load_pair(write_random_pair(directory, drafting, **target_fields))
+    """Write both checkpoints, arguments as below, and load them as `workers.assembly.load_models` would.
+
+    vocabulary: what the drafter may say.
+    """
+    return load_pair(write_random_pair(directory, drafting, **target_fields), vocabulary=vocabulary)
 
 
 def write_random_pair(
     directory: Path, drafting: Mapping[str, Any] | None = None, family: str = "llama", **target_fields: Any
 ) -> ModelPair:
     """Write both checkpoints.
-
 
     `drafting` changes fields of the drafter's config.json, which is a DFlash drafter's otherwise; `target_fields` those
     of the target's.
@@ -79,6 +84,7 @@ def load_pair(
     *,
     attention_dp: bool = False,
     expert_parallel: bool = False,
+    vocabulary: Collection[int] | None = None,
 ) -> Models:
     """Load both checkpoints in float64, as one rank of several if `ranks` says so."""
     decoder = load_decoder(
@@ -101,7 +107,7 @@ def load_pair(
         fingerprint=decoder.fingerprint,
         ranks=decoder.ranks,
     )
-    drafter = load_drafter(pair.drafter_path, facts)
+    drafter = load_drafter(pair.drafter_path, facts, vocabulary=vocabulary)
     fingerprint = drafter_fingerprint(pair.drafter_path)
     return Models(pair, decoder, drafter, fingerprint, TorchBackend(DEVICE), ranks)
 

@@ -22,6 +22,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # the target's, and the dra
     "dflash2": ("llama", dflash2()),
     "dspark": ("llama", dspark("rnn")),
     "dflash for a mixture of experts": ("qwen3_moe", {}),
+    "dflash of some tokens": ("llama", {}),
+    "dspark of some tokens": ("llama", dspark("vanilla")),
 }
 SMALL: dict[str, Any] = {"dtype": "bfloat16", "device": "cuda"}
 HEADS = {"head_dim": 64}  # flashinfer's smallest
@@ -36,7 +38,8 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     family, drafting = FAMILIES[request.param]
     pair = write_random_pair(tmp_path_factory.mktemp("pair"), drafting | HEADS, family, **HEADS)
     spec = PairSpec(name="random", target=str(pair.target_path), drafter=str(pair.drafter_path))
-    return load_models(small_config("aggregated", **SMALL, pair=spec))
+    some = 7 if request.param.endswith("of some tokens") else 0
+    return load_models(small_config("aggregated", **SMALL, pair=spec, draft_vocab=some))
 
 
 @pytest.fixture(autouse=True)

@@ -235,6 +235,10 @@ class Noting:
     inner: DraftChoice
     best: list[Tensor]
 
+    @property
+    def greedy(self) -> bool:
+        return self.inner.greedy
+
     def one(self, logits_BV: Tensor, draft: int) -> Tensor:
         self.best.append(logits_BV.argmax(dim=-1)[:, None])
         return self.inner.one(logits_BV, draft)

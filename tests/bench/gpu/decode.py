@@ -1,6 +1,7 @@
 """Decode steps of an 8B shape with a drafter of blocks of 16: draft, verify and what the host adds, by batch.
 
-    python -m tests.bench.gpu.decode [--batches 1 8 32 128] [--context 2048] [--vocab 151936] [--layers 36] [--kernels]
+    python -m tests.bench.gpu.decode [--batches 1 8 32 128] [--context 2048] [--vocab 151936] [--draft-vocab 0]
+        [--layers 36] [--kernels]
 
 Floor of a forward: its weights and the keys and values that it reads over the copy bandwidth of this run, or its
 operations over the GEMM rate of this run, whichever is longer. `draft` and `verify` are graphs replayed back to back;
@@ -34,11 +35,12 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--vocab", type=int, default=shape8b.VOCAB)
+    parser.add_argument("--draft-vocab", type=int, default=0, help="tokens that the drafter says; 0: all")
     parser.add_argument("--layers", type=int, default=shape8b.LAYERS)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--kernels", action="store_true")
     options = parser.parse_args()
-    shape = Shape(num_layers=options.layers, vocab_size=options.vocab)
+    shape = Shape(num_layers=options.layers, vocab_size=options.vocab, draft_vocab=options.draft_vocab)
     report("copy", "", limits.copy_bytes_per_s() / 1e12, "TB/s")
     report("gemm", "", limits.gemm_flops_per_s() / 1e12, "TFLOP/s")
     sustained = limits.sustained_gemm_flops_per_s()

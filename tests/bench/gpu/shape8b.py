@@ -41,6 +41,7 @@ class Shape:
     num_layers: int = LAYERS
     draft_layers: int = DRAFT_LAYERS
     vocab_size: int = VOCAB
+    draft_vocab: int = 0  # how many tokens the drafter says, the first; 0 for all
     hidden_size: int = HIDDEN
     heads: int = HEADS
     kv_heads: int = KV_HEADS
@@ -73,7 +74,8 @@ class Shape:
 
     @property
     def draft_weights(self) -> int:
-        return self.draft_layers * self.layer_weights + self.head_weights
+        head = (self.draft_vocab or self.vocab_size) * self.hidden_size
+        return self.draft_layers * self.layer_weights + head
 
     def kv_bytes_per_token(self, num_layers: int) -> int:
         return num_layers * 2 * self.kv_heads * self.head_dim * 2
@@ -178,6 +180,12 @@ def _drafter(shape: Shape, make: _Weights, embed: Tensor, head: Linear) -> Block
         )
         for _ in range(shape.draft_layers)
     )
+    token_ids = None
+    if shape.draft_vocab:
+        token_ids = torch.arange(shape.draft_vocab, device=embed.device)
+        head = vocabulary_head(
+            make.own(-(-shape.draft_vocab // make.ranks.size), hidden), shape.draft_vocab, make.ranks
+        )
     weights = DraftWeights(
         fc_HX=make.common(hidden, NUM_TAPS * hidden),
         hidden_norm_H=make.ones(hidden),
@@ -185,6 +193,7 @@ def _drafter(shape: Shape, make: _Weights, embed: Tensor, head: Linear) -> Block
         layers=layers,
         embed_VH=embed,
         lm_head=head,
+        token_ids=token_ids,
     )
     raw = {
         "architectures": ["DFlashDraftModel"],
@@ -197,6 +206,7 @@ def _drafter(shape: Shape, make: _Weights, embed: Tensor, head: Linear) -> Block
         "head_dim": shape.head_dim,
         "hidden_act": "silu",
         "vocab_size": shape.vocab_size,
+        "draft_vocab_size": shape.draft_vocab or shape.vocab_size,
         "max_position_embeddings": 40960,
         "rms_norm_eps": 1e-6,
         "rope_theta": 1e6,
