@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=2048)
     options = parser.parse_args()
     for batch in options.batches:
-        taken_s = attention_s(batch, options.context)
+        taken_s = attention_s(batch, options.context, BlockPlan)
         limit_us = kv_bytes(batch, options.context) / limits.copy_bytes_per_s() * 1e6
         report("block attention of a layer", batch, taken_s * 1e6, "us", limit_us)
 
@@ -39,7 +39,7 @@ def kv_bytes(batch: int, context: int) -> int:
 
 
 @torch.inference_mode()
-def attention_s(batch: int, context: int) -> float:
+def attention_s(batch: int, context: int, kind: type[BlockPlan]) -> float:
     """Device seconds of a layer of a verify step, captured. Raises ValueError if torch answers otherwise."""
     device = torch.device("cuda")
     num_pages = -(-(context + _WIDTH) // _PAGE)
@@ -51,7 +51,7 @@ def attention_s(batch: int, context: int) -> float:
     table.copy_((torch.randperm(batch * num_pages, device=device) + 1).view(batch, num_pages))
     q = torch.randn(batch * _WIDTH, HEADS, HEAD_DIM, device=device, dtype=torch.bfloat16)
     out = torch.empty_like(q)
-    plan = BlockPlan(
+    plan = kind(
         PlanRows(starts, table),
         pool[:, 0],
         num_requests=batch,

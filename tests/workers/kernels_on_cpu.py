@@ -1,0 +1,143 @@
+"""CUDA kernels compiled for a CPU, with `emulated.h` in the device's place, and called with torch's tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+KERNELS = Path(__file__).parents[1] / "bench" / "gpu" / "candidates"
+COMPILER = shutil.which("g++")
+_LONGEST_S = 60.0
+
+
+class Map(ctypes.Structure):
+    """A tensor as `emulated.h` takes it; up to five dimensions, innermost first."""
+
+    _fields_ = (
+        ("base", ctypes.c_void_p),
+        ("sizes", ctypes.c_longlong * 5),
+        ("strides", ctypes.c_longlong * 5),
+        ("box", ctypes.c_int * 5),
+        ("fresh", ctypes.c_void_p),
+    )
+
+    @classmethod
+    def of(
+        cls,
+        tensor: Tensor,
+        sizes: Sequence[int],
+        strides: Sequence[int],
+        box: Sequence[int],
+        fresh: Tensor | None = None,
+    ) -> Map:
+        """`strides`, in elements, of all dimensions but the innermost. What is missing is one."""
+        missing = 5 - len(sizes)
+        return cls(
+            tensor.data_ptr(),
+            (ctypes.c_longlong * 5)(*sizes, *[1] * missing),
+            (ctypes.c_longlong * 5)(1, *strides, *[0] * missing),
+            (ctypes.c_int * 5)(*box, *[1] * missing),
+            None if fresh is None else fresh.data_ptr(),
+        )
+
+
+@functools.cache
+def compiled(kernel: str, **macros: int) -> ctypes.CDLL:
+    """The kernel for these macros. Raises CalledProcessError for one that does not compile."""
+    assert COMPILER is not None
+    directory = tempfile.mkdtemp()
+    library = Path(directory) / "kernel.so"
+    try:
+        subprocess.run(
+            [
+                *(COMPILER, "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread"),
+                *(f"-D{name}={value}" for name, value in macros.items()),
+                *(f'-DKERNEL_FILE="{kernel}"', "-o", str(library), str(KERNELS / "emulate.cpp")),
+            ],
+            check=True,
+            capture_output=True,
+        )
+        return ctypes.CDLL(str(library))
+    finally:
+        shutil.rmtree(directory)
+
+
+def run(kernel: ctypes.CDLL, *arguments: object) -> None:
+    """Call it in a process of its own, which it may end or keep waiting. What it writes to lies in shared memory.
+
+    Raises RuntimeError for a kernel that was refused something (standard error says what) or never ended.
+    """
+    child = os.fork()
+    if child == 0:
+        kernel.run(*arguments)
+        os._exit(0)
+    until_s = time.monotonic() + _LONGEST_S
+    while time.monotonic() < until_s:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            if status:
+                raise RuntimeError(f"the kernel was ended: status {os.waitstatus_to_exitcode(status)}")
+            return
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    raise RuntimeError(f"the kernel waits for what does not come: not over after {_LONGEST_S:g} s")
+
+
+def address(tensor: Tensor) -> ctypes.c_void_p:
+    """Of its first element."""
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def product(
+    x_TI: Tensor,
+    weight_OI: Tensor,
+    *,
+    rows: int,
+    tiles: int,
+    stages: int,
+    gated: bool,
+    parts: int,
+    sharing: int,
+) -> Tensor:
+    """x times the transpose of the weight, bfloat16, or with a gate silu of the first half times the second."""
+    kernel = compiled(
+        "skinny.cu", ROWS=rows, TILES=tiles, STAGES=stages, GATED=int(gated), PARTS=parts, SHARING=sharing
+    )
+    (num_rows, inputs), total = x_TI.shape, weight_OI.shape[0]
+    outputs = total // 2 if gated else total
+    out = torch.full((num_rows, outputs), math.nan, dtype=torch.bfloat16)
+    out.share_memory_()
+    if gated:
+        sizes, strides = (inputs, 8, 2, total // 16), (inputs, outputs * inputs, 8 * inputs)
+        weight = Map.of(weight_OI, sizes, strides, (64, 8, 2, tiles * 4))
+    else:
+        weight = Map.of(weight_OI, (inputs, total), (inputs,), (64, tiles * 64))
+    x = Map.of(x_TI, (inputs, num_rows), (x_TI.stride(0),), (64, rows // sharing))
+    num_tiles = -(-outputs // (tiles * (32 if gated else 64)))
+    clusters = -(-num_tiles // sharing)
+    if parts == 1:
+        clusters = min(clusters, 2)  # programs that take one tile after the other
+    run(
+        kernel,
+        ctypes.byref(weight),
+        ctypes.byref(x),
+        address(out),
+        num_rows,
+        outputs,
+        inputs // 64 // parts,
+        clusters * parts * sharing,
+    )
+    return out
