@@ -38,13 +38,13 @@ constexpr u32 BLOCK_BYTES = TILE * 128;  // of 64 keys, 64 elements of each
 constexpr u32 STAGE_BYTES = 2 * HALVES * BLOCK_BYTES;
 constexpr int BOX = PAGE < TILE ? PAGE : TILE;  // tokens of one copy
 constexpr int ATTENDING = 128;  // threads
-constexpr float NOTHING = -__builtin_inff();
 
 #ifdef EMULATED
 #include "emulated.h"
 #else
 #define KERNEL extern "C" __global__ void __launch_bounds__(ATTENDING + 32, BESIDE)
 #define MAP_PARAMETER const __grid_constant__ TensorMap
+#define NOTHING __int_as_float(0xFF800000)  // 2 to this is nothing
 
 __device__ inline u32 shared_memory() {
     extern __shared__ unsigned char shared[];
@@ -95,7 +95,9 @@ __device__ inline void attending_threads_meet() { asm volatile("bar.sync 1, 128;
 
 __device__ inline float from_lane(float value, int mask) { return __shfl_xor_sync(0xFFFFFFFF, value, mask); }
 
-__device__ inline u32 pair_at(const bf16* at) { return __ldg((const u32*)at); }
+__device__ inline int of_lane(int value, int lane) { return __shfl_sync(0xFFFFFFFF, value, lane); }
+
+__device__ inline u32 pair_at(const bf16* at) { return __ldcg((const u32*)at); }  // the kernel in front wrote it
 
 __device__ inline u32 rounded(float low, float high) {
     u32 bits;
@@ -192,28 +194,33 @@ struct Place {
     }
 };
 
-// One thread's.
+// One warp's; its first thread asks for copies, all of them read page numbers, 32 at a time.
 __device__ inline void keep_loading(u32 stages, u32 full, u32 empty, const TensorMap* map, const int* pages, Unit unit,
-                                    int head) {
+                                    int head, int lane) {
+    constexpr int BOXES = TILE / BOX;
     const int num_tiles = (unit.end - unit.begin + TILE - 1) / TILE;
     const int whole = max((unit.length - WIDTH - unit.begin) / TILE, 0);  // tiles that earlier steps wrote
     const int ahead = min(min(num_tiles, whole), STAGES), last_page = (unit.length - 1) / PAGE;
+    int read_ahead = 0;
     Place place;
     for (int tile = 0; tile < num_tiles; ++tile, place.next()) {
+        if (tile * BOXES % 32 == 0)
+            read_ahead = pages[min((unit.begin + (tile * BOXES + lane) * BOX) / PAGE, last_page)];
         if (tile == ahead) kernels_before_are_done();
         if (tile >= STAGES) wait_for(empty + 8 * place.stage, place.parity ^ 1);
         const u32 to = stages + place.stage * STAGE_BYTES, barrier = full + 8 * place.stage;
-        expect_bytes(barrier, STAGE_BYTES);
+        if (lane == 0) expect_bytes(barrier, STAGE_BYTES);
 #pragma unroll
-        for (int box = 0; box < TILE / BOX; ++box) {
-            const int position = unit.begin + tile * TILE + box * BOX;
-            const int page = pages[min(position / PAGE, last_page)];
+        for (int box = 0; box < BOXES; ++box) {
+            const int page = of_lane(read_ahead, (tile * BOXES + box) % 32);
+            const int token = (unit.begin + tile * TILE + box * BOX) % PAGE;
+            if (lane > 0) continue;
 #pragma unroll
             for (int plane = 0; plane < 2; ++plane)
 #pragma unroll
                 for (int half = 0; half < HALVES; ++half)
-                    load(to + (plane * HALVES + half) * BLOCK_BYTES + box * BOX * 128, map, half * 64, position % PAGE,
-                         head, plane, page, barrier);
+                    load(to + (plane * HALVES + half) * BLOCK_BYTES + box * BOX * 128, map, half * 64, token, head, plane,
+                         page, barrier);
         }
     }
 }
@@ -261,7 +268,7 @@ KERNEL attend(MAP_PARAMETER map, const bf16* queries, bf16* out, float* partial,
     barriers_are_made();
 
     if (warp == ATTENDING / 32) {
-        if (lane == 0) keep_loading(stages, full, empty, &map, pages + unit.request * (long long)table_stride, unit, head);
+        keep_loading(stages, full, empty, &map, pages + unit.request * (long long)table_stride, unit, head, lane);
         return;
     }
 

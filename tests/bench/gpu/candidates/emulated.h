@@ -23,6 +23,7 @@ using std::min;
 #define KERNEL static void
 #define MAP_PARAMETER const TensorMap
 #define __expf expf
+#define NOTHING (-INFINITY)
 
 #ifdef HEAD_DIM
 constexpr int CLUSTER_PROGRAMS = 1, MULTIPLYING = ATTENDING;
@@ -191,6 +192,15 @@ static float from_lane(float value, int mask) {
     const float found = lanes[threadIdx.x % 32 ^ mask];
     warp_meets();
     return found;
+}
+
+static int of_lane(int value, int lane) {
+    auto& lanes = here().lanes[threadIdx.x / 32];
+    memcpy(&lanes[threadIdx.x % 32], &value, 4);
+    warp_meets();
+    memcpy(&value, &lanes[lane], 4);
+    warp_meets();
+    return value;
 }
 
 static u32 pair_at(const bf16* at) {
