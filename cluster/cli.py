@@ -11,6 +11,7 @@ import functools
 import importlib
 import json
 import logging
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -87,7 +88,11 @@ def server_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def number_or_text(_context: click.Context, _option: click.Parameter, given: str | None) -> int | str | None:
     """The callback of an option that takes either."""
-    return int(given) if given is not None and given.isdigit() else given
+    if given is None or not re.fullmatch("-?[0-9]+", given):
+        return given
+    if len(given) > 18:
+        raise click.BadParameter("so large a number")
+    return int(given)
 
 
 @click.group(

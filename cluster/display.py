@@ -24,7 +24,8 @@ _STATES = {
 def state_of(worker: admin_pb2.Worker) -> str:
     """A worker's state in a word or two, coloured."""
     ready = worker.state == admin_pb2.WORKER_STATE_READY
-    if ready and worker.role != admin_pb2.WORKER_ROLE_AGGREGATED and not worker.peers:
+    lonely = worker.HasField("peers") and not worker.peers.names  # an older gateway says nothing of peers
+    if ready and lonely and worker.role != admin_pb2.WORKER_ROLE_AGGREGATED:
         return "[yellow]ready, no peer[/]"
     return _STATES.get(worker.state, "?")
 

@@ -103,6 +103,8 @@ class Evaluation:
             "max_tokens": self.plan.max_tokens,
             "dtype": self.plan.cluster.dtype,
             "concurrency": self.plan.cluster.concurrency,
+            "draft_tokens": self.plan.cluster.draft_tokens,
+            "draft_vocab": self.plan.cluster.draft_vocab,
             "reference": msgspec.to_builtins(self.plan.bounds),
             "modes": {mode: msgspec.to_builtins(report) for mode, report in self.reports.items()},
             "failures": self.failures,

@@ -178,16 +178,20 @@ class Gateway:
         """(context epoch, generation epoch) of workers that have been introduced to each other."""
         return self._membership.paired
 
-    def peers(self, link: WorkerLink) -> list[str]:
-        """Names of the workers that this one has been introduced to."""
-        if link.facts is None:
-            return []
-        mates = {epoch for pair in self.paired if link.facts.epoch in pair for epoch in pair}
-        return sorted(
-            other.worker.name
-            for other in self.links
-            if other is not link and other.facts is not None and other.facts.epoch in mates
-        )
+    def peers(self) -> dict[str, list[str]]:
+        """By name of a worker that is attached, names of those that it has been introduced to and that are too."""
+        names = {
+            link.facts.epoch: link.worker.name
+            for link in self.links
+            if link.facts is not None and link.state is LinkState.READY
+        }
+        found: dict[str, list[str]] = {name: [] for name in names.values()}
+        for pair in self.paired:
+            one, other = (names.get(epoch) for epoch in pair)
+            if one is not None and other is not None:
+                found[one].append(other)
+                found[other].append(one)
+        return {name: sorted(each) for name, each in found.items()}
 
     @property
     def ready(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
@@ -158,25 +158,29 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def _drain(self, worker: str, draining: bool, context: Context) -> admin_pb2.Worker:
         try:
             link = await self._gateway.drain(worker, draining)
-            return gateway_worker_to_proto(self._gateway, link)
+            return gateway_worker_to_proto(self._gateway, link, self._gateway.peers())
         except RequestError as error:
             await context.abort_with_status(to_status(error))
             raise
 
 
 def workers_to_proto(gateway: Gateway) -> list[admin_pb2.Worker]:
-    return [gateway_worker_to_proto(gateway, link) for link in gateway.links]
+    peers = gateway.peers()
+    return [gateway_worker_to_proto(gateway, link, peers) for link in gateway.links]
 
 
-def gateway_worker_to_proto(gateway: Gateway, link: WorkerLink) -> admin_pb2.Worker:
-    """What the worker says of itself, and what this gateway has seen of it."""
+def gateway_worker_to_proto(
+    gateway: Gateway, link: WorkerLink, peers: Mapping[str, Sequence[str]]
+) -> admin_pb2.Worker:
+    """What the worker says of itself, and what this gateway has seen of it. `peers`: of all workers, by name."""
     message = worker_to_proto(link)
     positions = gateway.figures.positions.get(link.worker.name)
     if positions is not None:
         message.accepted_by_position.extend(positions.accepted)
         message.drafted_by_position.extend(positions.drafted)
     message.acceptance_length_recent = gateway.acceptance.recent(link.worker.name)
-    message.peers.extend(gateway.peers(link))
+    message.peers.SetInParent()
+    message.peers.names.extend(peers.get(link.worker.name, ()))
     return message
 
 

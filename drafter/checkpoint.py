@@ -85,7 +85,7 @@ def load_drafter(
     device, dtype = target.embed_weight.device, target.embed_weight.dtype
     token_ids = _token_ids(path, config, tensors)
     if vocabulary is not None or token_ids is not None:
-        config, tensors, token_ids = narrowed(config, tensors, token_ids, vocabulary)
+        config, tensors, token_ids = narrowed(config, tensors, token_ids, vocabulary, target.ranks.size)
     placed = {name: tensor.to(device, dtype) for name, tensor in tensors.items() if name not in _MAPS}
     if token_ids is not None:
         token_ids = token_ids.to(device)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -145,6 +146,7 @@ def load_models(config: WorkerConfig, ranks: GroupRanks | None = None) -> Models
         pair = resolve_pair(name)
         drafts = config.drafting and pair.drafter_path is not None
         backend = _backend(config, pair, drafts)
+        vocabulary = _draft_vocabulary(config, pair, ranks) if drafts else None
         decoder = load_decoder(
             pair.target_path,
             DTYPES[config.dtype],
@@ -168,9 +170,6 @@ def load_models(config: WorkerConfig, ranks: GroupRanks | None = None) -> Models
             fingerprint=decoder.fingerprint,
             ranks=decoder.ranks,
         )
-        # A context worker drafts nothing: what its drafter could say would only take memory.
-        named = config.draft_vocab if config.role != "context" else 0
-        vocabulary = read_vocabulary(named, decoder.config.vocab_size, decoder.config.eos_token_ids)
         drafter = load_drafter(pair.drafter_path, facts, backend.ops, vocabulary)
     except UnevenShares as error:
         raise ModelMismatch(f"{spec.name}: {error}", field="tensor_parallel_size") from error
@@ -179,6 +178,24 @@ def load_models(config: WorkerConfig, ranks: GroupRanks | None = None) -> Models
     except (PairError, CheckpointError, DrafterError) as error:
         raise ModelMismatch(str(error), field="pair") from error
     return Models(pair, decoder, drafter, drafter_fingerprint(pair.drafter_path), backend, ranks)
+
+
+def _draft_vocabulary(
+    config: WorkerConfig, pair: ModelPair, ranks: GroupRanks | None
+) -> frozenset[int] | None:
+    """Read before any weight is. A context worker drafts nothing: what its drafter could say would only take memory."""
+    if config.role == "context":
+        return None
+    target = load_config(pair.target_path)
+    vocabulary = read_vocabulary(config.draft_vocab, target.vocab_size, target.eos_token_ids)
+    if vocabulary is not None and ranks is not None:
+        digest = zlib.crc32(repr(sorted(vocabulary)).encode())
+        least, greatest = ranks.least([digest, -digest])
+        if least != -greatest:
+            raise DraftVocabularyError(
+                f"the ranks of this worker find different tokens in {config.draft_vocab}"
+            )
+    return vocabulary
 
 
 def _backend(config: WorkerConfig, pair: ModelPair, drafts: bool) -> Backend:

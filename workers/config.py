@@ -108,10 +108,12 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         if not self.rank_timeout_s > 0:
             raise ValueError(f"rank_timeout_s must be positive, got {self.rank_timeout_s}")
-        if isinstance(self.draft_tokens, int) and self.draft_tokens < 0:
-            raise ValueError(f"draft_tokens must be at least 0, got {self.draft_tokens}")
-        if isinstance(self.draft_vocab, int) and self.draft_vocab < 0:
-            raise ValueError(f"draft_vocab must be at least 0, got {self.draft_vocab}")
+        for field in ("draft_tokens", "draft_vocab"):
+            value = getattr(self, field)
+            if isinstance(value, int) and not 0 <= value < 1 << 31:
+                raise ValueError(f"{field} must be at least 0 and below {1 << 31}, got {value}")
+        if self.draft_vocab == "":
+            raise ValueError("draft_vocab must be a number of tokens or the name of a file, got an empty one")
         match self.kv:
             case FixedPages(num_target_pages=pages) if pages < 2:
                 raise ValueError(

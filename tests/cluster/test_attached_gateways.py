@@ -145,7 +145,7 @@ def all_ready(address: str) -> bool:
     return (
         len(workers) == 3
         and all(worker.state == admin_pb2.WORKER_STATE_READY for worker in workers.values())
-        and len(workers["context-0"].peers) == 2
+        and len(workers["context-0"].peers.names) == 2
     )
 
 

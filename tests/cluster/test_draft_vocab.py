@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
-from cluster.cli import cli
+from cluster.cli import cli, number_or_text
 from cluster.serve import load_tokenizer
+from drafter.errors import DraftVocabularyError
+from tests.workers.group_of_threads import on_ranks
 from tests.workers.split_pair import config, run_aggregated
-from workers.assembly import load_models
+from workers.assembly import _draft_vocabulary, load_models
 from workers.errors import ModelMismatch
+from workers.group.ranks import GroupRanks
+from workers.pairs import resolve_pair
 from workers.request import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -74,7 +80,50 @@ def test_only_workers_that_draft_cut_their_drafter(tmp_path: Path) -> None:
         assert models.drafter is not None
         sizes[role], ends = models.drafter.config.draft_vocab_size, models.decoder.config.eos_token_ids
     assert sizes["context"] == models.decoder.config.vocab_size
-    assert sizes["generation"] == len({*range(8), *ends})  # what ends an answer may be drafted in any case
+    assert sizes["generation"] == 8
+    assert models.drafter._weights.token_ids is not None
+    assert {*ends} <= {
+        *models.drafter._weights.token_ids.tolist()
+    }  # what ends an answer may always be drafted
+
+
+def test_ranks_that_find_different_tokens_do_not_start(tmp_path: Path) -> None:
+    for rank, tokens in enumerate(([5, 6], [5, 7])):
+        (tmp_path / f"{rank}.json").write_text(json.dumps(tokens))
+    pair = resolve_pair("tiny")
+
+    def read(files: Sequence[str]) -> list[int]:
+        def of(ranks: GroupRanks) -> int:
+            file = str(tmp_path / files[ranks.rank])
+            found = _draft_vocabulary(config("generation", draft_vocab=file), pair, ranks)
+            return len(found or ())
+
+        return on_ranks(2, of)
+
+    assert read(["0.json", "0.json"])[0] > 2
+    with pytest.raises(DraftVocabularyError, match="the ranks of this worker find different tokens"):
+        read(["0.json", "1.json"])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("-5", "draft_vocab must be at least 0"),
+        ("2147483648", "draft_vocab must be at least 0 and below 2147483648"),
+        ("9" * 5000, "so large a number"),
+        ("", "draft_vocab must be a number of tokens or the name of a file"),
+    ],
+)
+def test_serve_refuses_it_before_anything_starts(given: str, message: str) -> None:
+    result = CliRunner().invoke(cli, ["serve", "--pair", "tiny", "--draft-vocab", given])
+    assert result.exit_code != 0
+    assert message in f"{result.output} {result.exception}"
+
+
+def test_what_is_no_plain_number_is_a_file() -> None:
+    context = click.Context(cli)
+    given = {text: number_or_text(context, click.Option(["--x"]), text) for text in ("12", "²", "adaptive")}
+    assert given == {"12": 12, "²": "²", "adaptive": "adaptive"}
 
 
 def test_a_worker_without_the_file_does_not_start(tmp_path: Path) -> None:

@@ -337,7 +337,7 @@ async def test_a_worker_that_was_taken_out_and_is_back_is_introduced_though_its_
         cluster.gateway.assign([*without, context])
         while any(link.state is not LinkState.READY for link in cluster.gateway.links):
             await asyncio.sleep(0.005)
-        assert not any(worker.peers for worker in (await cluster.client.cluster_state()).workers)
+        assert not any(worker.peers.names for worker in (await cluster.client.cluster_state()).workers)
         let_go.set()
         while not cluster.gateway.paired:
             await asyncio.sleep(0.005)

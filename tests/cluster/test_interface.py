@@ -89,7 +89,7 @@ async def test_the_cluster_state_tells_of_every_worker(split: FakeCluster) -> No
     assert [worker.name for worker in state.workers] == ["context-0", "generation-1"]
     assert all(worker.state == admin_pb2.WORKER_STATE_READY for worker in state.workers)
     assert all(worker.epoch == split.hosts[worker.name].epoch for worker in state.workers)
-    assert [list(worker.peers) for worker in state.workers] == [["generation-1"], ["context-0"]]
+    assert [list(worker.peers.names) for worker in state.workers] == [["generation-1"], ["context-0"]]
 
 
 def test_the_blocking_client_streams_and_completes(serving: str) -> None:

@@ -61,10 +61,12 @@ def test_acceptance_is_drawn_per_position() -> None:
 
 
 def test_a_ready_worker_that_nobody_can_ship_to_stands_out() -> None:
-    assert "ready, no peer" in drawn(state(), None)
-    assert "no peer" not in drawn(state(peers=["context-0"]), None)
-    assert "no peer" not in drawn(state(role=admin_pb2.WORKER_ROLE_AGGREGATED), None)
-    assert "no peer" not in drawn(state(state=admin_pb2.WORKER_STATE_JOINING), None)
+    nobody = admin_pb2.Peers()
+    assert "ready, no peer" in drawn(state(peers=nobody), None)
+    assert "no peer" not in drawn(state(), None)  # a gateway that does not tell
+    assert "no peer" not in drawn(state(peers=admin_pb2.Peers(names=["context-0"])), None)
+    assert "no peer" not in drawn(state(peers=nobody, role=admin_pb2.WORKER_ROLE_AGGREGATED), None)
+    assert "no peer" not in drawn(state(peers=nobody, state=admin_pb2.WORKER_STATE_JOINING), None)
 
 
 def test_one_used_page_is_seen() -> None:

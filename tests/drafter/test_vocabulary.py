@@ -117,9 +117,43 @@ def test_what_makes_no_vocabulary_is_refused(raw_config: dict[str, Any]) -> None
         narrowed(DrafterConfig.from_dict(raw_config), {}, torch.tensor([3, 4]), {1, 2})
 
 
+def cut(known: int, wanted: range, num_ranks: int, raw: dict[str, Any]) -> list[int]:
+    config = DrafterConfig.from_dict(raw | {"vocab_size": known})
+    _, _, ids = narrowed(config, {}, None, wanted, num_ranks)
+    return [*range(known)] if ids is None else ids.tolist()
+
+
+def test_more_than_a_block_of_tokens_is_filled_up_to_whole_blocks(raw_config: dict[str, Any]) -> None:
+    def size(wanted: int, num_ranks: int = 1, known: int = 600) -> int:
+        return len(cut(known, range(known - wanted, known), num_ranks, raw_config))
+
+    assert [size(each) for each in (1, 63, 64, 65, 128, 129)] == [1, 63, 64, 128, 128, 192]
+    assert [size(each, 2) for each in (63, 128, 129, 257)] == [63, 128, 256, 384]
+    assert size(590) == 600, "there are no more"
+    assert cut(200, range(100, 180), 1, raw_config) == [*range(48), *range(100, 180)]
+
+
+def test_so_few_tokens_that_a_rank_has_none_are_refused(raw_config: dict[str, Any]) -> None:
+    with pytest.raises(
+        DraftVocabularyError, match="9 tokens cannot be divided among 4 tensor-parallel ranks"
+    ):
+        cut(600, range(9), 4, raw_config)
+    assert len(cut(600, range(10), 4, raw_config)) == 10
+
+
+def test_a_drafter_that_may_say_all_it_knows_is_left_as_it_is(raw_config: dict[str, Any]) -> None:
+    config = DrafterConfig.from_dict(raw_config)
+    tensors = {"lm_head.weight": torch.zeros(VOCAB, 2)}
+    same = narrowed(config, tensors, None, range(VOCAB))
+    assert same[0] is config
+    assert same[1] is tensors
+    assert same[2] is None
+
+
 def test_a_vocabulary_is_a_number_or_a_file(tmp_path: Path) -> None:
     assert read_vocabulary(0, VOCAB, {2}) is None
-    assert read_vocabulary(3, VOCAB, {2, 40}) == {0, 1, 2, 40}
+    assert read_vocabulary(4, VOCAB, {2, 40}) == {0, 1, 2, 40}  # so many, with those that are always there
+    assert read_vocabulary(1, VOCAB, {2, 40}) == {2, 40}
     file = tmp_path / "tokens.json"
     file.write_text(json.dumps([7, 9]))
     assert read_vocabulary(str(file), VOCAB, {2}) == {2, 7, 9}
@@ -135,6 +169,7 @@ def test_a_vocabulary_is_a_number_or_a_file(tmp_path: Path) -> None:
         ("[1, -1]", "-1 is no id"),
         ("[true]", "True is no id"),
         ("[1.5]", "1.5 is no id"),
+        ("[" * 200_000, "recursion"),
     ],
 )
 def test_a_file_that_lists_no_tokens_is_refused(tmp_path: Path, text: str, message: str) -> None:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import tempfile
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,8 +19,17 @@ import torch
 from torch import Tensor
 
 KERNELS = Path(__file__).parents[1] / "bench" / "gpu" / "candidates"
-COMPILER = shutil.which("g++")
+_COMPILER = shutil.which("g++")
 _LONGEST_S = 60.0
+
+
+@functools.cache
+def can_compile() -> bool:
+    """Whether there is a compiler, with barriers of C++20."""
+    if _COMPILER is None:
+        return False
+    command = [_COMPILER, "-std=c++20", "-fsyntax-only", "-x", "c++", "-"]
+    return subprocess.run(command, input=b"#include <barrier>", capture_output=True).returncode == 0
 
 
 class Map(ctypes.Structure):
@@ -56,13 +66,13 @@ class Map(ctypes.Structure):
 @functools.cache
 def compiled(kernel: str, **macros: int) -> ctypes.CDLL:
     """The kernel for these macros. Raises CalledProcessError for one that does not compile."""
-    assert COMPILER is not None
+    assert _COMPILER is not None
     directory = tempfile.mkdtemp()
     library = Path(directory) / "kernel.so"
     try:
         subprocess.run(
             [
-                *(COMPILER, "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread"),
+                *(_COMPILER, "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread"),
                 *(f"-D{name}={value}" for name, value in macros.items()),
                 *(f'-DKERNEL_FILE="{kernel}"', "-o", str(library), str(KERNELS / "emulate.cpp")),
             ],
@@ -79,10 +89,18 @@ def run(kernel: ctypes.CDLL, *arguments: object) -> None:
 
     Raises RuntimeError for a kernel that was refused something (standard error says what) or never ended.
     """
-    child = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # the child runs the kernel and nothing of Python's threads
+        child = os.fork()
     if child == 0:
-        kernel.run(*arguments)
-        os._exit(0)
+        status = 1
+        try:
+            kernel.run(*arguments)
+            status = 0
+        finally:
+            os._exit(status)
     until_s = time.monotonic() + _LONGEST_S
     while time.monotonic() < until_s:
         ended, status = os.waitpid(child, os.WNOHANG)

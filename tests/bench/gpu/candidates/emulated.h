@@ -1,8 +1,9 @@
 // What the kernels here ask of a GPU, done by a CPU: a thread for each of theirs, a cluster's programs together, one
 // cluster after the other. Swizzles, fragments and barriers are the device's; time is not.
 //
-// What a device would let pass or hang at ends the process with a word: a barrier armed twice or reached too often,
-// copies to a program that has ended, and reads of what the kernel in front may still have to write.
+// What a device would let pass or hang at ends the process with a word: a barrier reached too often, a cluster waited for
+// without arriving, copies to a program that has ended, and reads of what the kernel in front may still have to write.
+// Not played: how long anything takes, and fences other than that behind stores for the tensor cores.
 
 #include <atomic>
 #include <barrier>
@@ -183,7 +184,21 @@ static void load(u32 to, const TensorMap* map, int element, int token, int head,
     copy_box(here(), to, map, from, at);
 }
 
-static void attending_threads_meet() { here().group.arrive_and_wait(); }
+// What a thread stores is there for tensor cores once it has said so and all threads have met.
+static thread_local std::vector<u32> stored_rows, told_rows;
+
+static void zero_row(u32 at) { stored_rows.push_back(at); }
+
+static void tensor_cores_see_what_was_stored() {
+    told_rows.insert(told_rows.end(), stored_rows.begin(), stored_rows.end());
+    stored_rows.clear();
+}
+
+static void attending_threads_meet() {
+    for (u32 at : told_rows) memset(&here().memory[at], 0, 128);
+    told_rows.clear();
+    here().group.arrive_and_wait();
+}
 
 static float from_lane(float value, int mask) {
     auto& lanes = here().lanes[threadIdx.x / 32];
@@ -212,8 +227,6 @@ static u32 pair_at(const bf16* at) {
 static u32 rounded(float low, float high) { return (u32)narrow(high) << 16 | narrow(low); }
 static float power_of_two(float x) { return exp2f(x); }
 static float binary_logarithm(float x) { return log2f(x); }
-static void zero_row(u32 at) { memset(&here().memory[at], 0, 128); }
-static void tensor_cores_see_what_was_stored() {}
 static int arrived_before(int* count) { return (*count)++; }
 static void tell(u32 at, int value) { memcpy(&here().memory[at], &value, 4); }
 
@@ -236,7 +249,7 @@ static void product(float* d, const u32 (&a)[4], u32 block, int more, bool by_va
     for (int i = 0; i < 4; ++i)
         for (int e = 0; e < 2; ++e)
             here().a[16 * warp + lane / 4 + i % 2 * 8][lane % 4 * 2 + e + i / 2 * 8] = wide(a[i] >> 16 * e & 0xFFFF);
-    attending_threads_meet();
+    here().group.arrive_and_wait();
     for (int i = 0; i < 32; ++i) {
         const int row = 16 * warp + lane / 4 + 8 * (i % 4 / 2), n = i / 4 * 8 + lane % 4 * 2 + i % 2;
         float sum = more ? d[i] : 0.0f;
@@ -244,7 +257,7 @@ static void product(float* d, const u32 (&a)[4], u32 block, int more, bool by_va
             sum += here().a[row][k] * element(by_values ? block + k * 128 + n * 2 : block + n * 128 + k * 2);
         d[i] = sum;
     }
-    attending_threads_meet();
+    here().group.arrive_and_wait();
 }
 
 static void multiply_by_keys(float (&d)[32], const u32 (&a)[4], u32 block, int more) { product(d, a, block, more, false); }
@@ -266,9 +279,25 @@ static void load_x(u32 to, const TensorMap* map, int input, int row, u32 at, int
 }
 
 static void arrive_far(u32 at) { arrive(at); }
-static void arrive_at_cluster() {}  // the wait, which follows, does it
-static void wait_for_cluster() { cluster->arrive_and_wait(); }
-static void meet() { cluster->arrive_and_wait(); }
+
+static thread_local std::unique_ptr<std::barrier<>::arrival_token> arrived_at_cluster;
+
+static void arrive_at_cluster() {
+    if (arrived_at_cluster) refuse("a thread arrives twice before it waits");
+    arrived_at_cluster = std::make_unique<std::barrier<>::arrival_token>(cluster->arrive());
+}
+
+static void wait_for_cluster() {
+    if (!arrived_at_cluster) refuse("a thread waits for a cluster at which it has not arrived");
+    cluster->wait(std::move(*arrived_at_cluster));
+    arrived_at_cluster.reset();
+}
+
+static void meet() {
+    arrive_at_cluster();
+    wait_for_cluster();
+}
+
 static u32 in_program(u32 at, int program) { return at | (u32)(program + 1) << 24; }
 
 static void store_far(u32 at, const float* f) {
