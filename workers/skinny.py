@@ -190,17 +190,22 @@ def _cubin(how: Tiling) -> bytes:
         "GATED": int(how.gated),
         "PARTS": how.parts,
     }
+    return compiled(_SOURCE, macros)
+
+
+def compiled(source: Path, macros: Mapping[str, int]) -> bytes:
+    """A kernel file's machine code for Hopper. Raises RuntimeError with the compiler's words."""
     options = [
         "--gpu-architecture=sm_90a",
         "--std=c++17",
         *(f"-D{name}={value}" for name, value in macros.items()),
     ]
-    program = _checked(nvrtc.nvrtcCreateProgram(_SOURCE.read_bytes(), b"skinny.cu", 0, [], []))
-    compiled = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-    if compiled[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+    program = _checked(nvrtc.nvrtcCreateProgram(source.read_bytes(), source.name.encode(), 0, [], []))
+    answer = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    if answer[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
         _checked(nvrtc.nvrtcGetProgramLog(program, log))
-        raise RuntimeError(f"NVRTC cannot compile {_SOURCE.name} for {how}: {log.decode(errors='replace')}")
+        raise RuntimeError(f"NVRTC cannot compile {source.name} for {macros}: {log.decode(errors='replace')}")
     code = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
     _checked(nvrtc.nvrtcGetCUBIN(program, code))
     _checked(nvrtc.nvrtcDestroyProgram(program))

@@ -365,19 +365,23 @@ class BlockPlan:
             **early(q_THD.device),
         )
         if self._apart:
-            _join_kernel[(self.width * self._group, self._num_kv_heads, self.num_requests)](
-                out_THD,
-                self._partials,
-                self._weights,
-                self._units,
-                self._num_tiles * self._tile_rows,
-                G=self._group,
-                D=self._head_dim,
-                FIELDS=_UNIT_FIELDS,
-                PARTS=max(2048 // self._head_dim, 1),
-                num_warps=4,
-                **early(q_THD.device),
-            )
+            self._join(out_THD)
+
+    def _join(self, out_THD: Tensor) -> None:
+        """Join parts that no program of `attend` has joined."""
+        _join_kernel[(self.width * self._group, self._num_kv_heads, self.num_requests)](
+            out_THD,
+            self._partials,
+            self._weights,
+            self._units,
+            self._num_tiles * self._tile_rows,
+            G=self._group,
+            D=self._head_dim,
+            FIELDS=_UNIT_FIELDS,
+            PARTS=max(2048 // self._head_dim, 1),
+            num_warps=4,
+            **early(out_THD.device),
+        )
 
 
 def units_for(device: torch.device, num_kv_heads: int) -> int:

@@ -17,45 +17,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cuda.bindings import driver, nvrtc
+from cuda.bindings import driver
 from torch import Tensor
 
 import workers.attention.flashinfer
 import workers.skinny
-from workers.attention.blocks import _TILE, _UNIT_FIELDS, BlockPlan, _join_kernel
-from workers.fused import early
-from workers.skinny import SkinnyWeight, _checked, _tensor_map
+from workers.attention.blocks import _TILE, BlockPlan
+from workers.skinny import SkinnyWeight, _checked, _tensor_map, compiled
+from workers.tiling import _ALIGNMENT, _BARRIER_BYTES, _ROWS, _SHARED_BYTES, _TILES, INPUTS, TILE_ROWS, Tiling
 
 _HERE = Path(__file__).parent
-_SHARED_BYTES = 227 << 10  # of a program
-_ALIGNMENT, _BARRIERS = 1024, 16  # of stages, and of each
-_INPUTS, _TILE_ROWS = 64, 64
-_ROWS = (16, 32, 64, 128)
-_MOST_STAGES = 24
 _HEAD_DIMS = (64, 128)
 
 
 @functools.cache
 def kernel(file: str, entry: str, shared_bytes: int, **macros: int) -> Any:
     """A function of the driver's. Raises RuntimeError with the compiler's words."""
-    options = [
-        "--gpu-architecture=sm_90a",
-        "--std=c++17",
-        *(f"-D{name}={value}" for name, value in macros.items()),
-    ]
-    source = (_HERE / file).read_bytes()
-    program = _checked(nvrtc.nvrtcCreateProgram(source, file.encode(), 0, [], []))
-    compiled = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-    if compiled[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
-        _checked(nvrtc.nvrtcGetProgramLog(program, log))
-        raise RuntimeError(f"NVRTC cannot compile {file} for {macros}: {log.decode(errors='replace')}")
-    code = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
-    _checked(nvrtc.nvrtcGetCUBIN(program, code))
-    _checked(nvrtc.nvrtcDestroyProgram(program))
-    function = _checked(
-        driver.cuModuleGetFunction(_checked(driver.cuModuleLoadData(bytes(code))), entry.encode())
-    )
+    code = compiled(_HERE / file, macros)
+    function = _checked(driver.cuModuleGetFunction(_checked(driver.cuModuleLoadData(code)), entry.encode()))
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     _checked(driver.cuFuncSetAttribute(function, attribute, shared_bytes))
     return function
@@ -86,39 +65,14 @@ def _config(grid: tuple[int, int, int], threads: int, shared_bytes: int) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(Tiling):
     """See `skinny.cu` for its words."""
 
-    rows: int
-    tiles: int
-    parts: int
     sharing: int
-    gated: bool
-
-    @property
-    def stage_bytes(self) -> int:
-        return 2 * _INPUTS * (self.tiles * _TILE_ROWS + self.rows)
-
-    @property
-    def stages(self) -> int:
-        return min((_SHARED_BYTES - _ALIGNMENT) // (self.stage_bytes + _BARRIERS), _MOST_STAGES)
-
-    @property
-    def shared_bytes(self) -> int:
-        return self.stages * (self.stage_bytes + _BARRIERS) + _ALIGNMENT
 
     @property
     def cluster(self) -> int:
         return self.parts * self.sharing
-
-    @property
-    def threads(self) -> int:
-        return 128 * self.tiles + 32
-
-    @property
-    def outputs(self) -> int:
-        """Of a program."""
-        return self.tiles * _TILE_ROWS // (2 if self.gated else 1)
 
     def programs(self, outputs: int) -> int:
         """All that a product of so many outputs has work for."""
@@ -145,7 +99,7 @@ def at_once(cluster: int) -> int:
     if cluster == 1:
         return torch.cuda.get_device_properties("cuda").multi_processor_count
     parts, sharing = (cluster // 2, 2) if cluster % 2 == 0 else (cluster, 1)
-    cut = Cut(128, 2, parts, sharing, False)
+    cut = Cut(128, 2, parts, False, sharing)
     config = _config((cluster, 1, 1), cut.threads, cut.shared_bytes)
     attribute = driver.CUlaunchAttribute()
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
@@ -161,15 +115,15 @@ def cuts(num_rows: int, outputs: int, inputs: int, gated: bool) -> list[Cut]:
     found = []
     for parts in (1,) if gated else (1, 2, 3, 4):
         for sharing in (1, 2):
-            for tiles in (1, 2, 3, 4):
-                cut = Cut(rows, tiles, parts, sharing, gated)
-                if inputs % (parts * _INPUTS) or cut.stages < 3:
+            for tiles in _TILES:
+                cut = Cut(rows, tiles, parts, gated, sharing)
+                if inputs % (parts * INPUTS) or cut.stages < 3:
                     continue
                 programs, places = cut.programs(outputs), at_once(cut.cluster)
                 if parts > 1 and programs > places:
                     continue
                 rounds = -(-programs // places)
-                fetched = rounds * inputs // parts * (tiles * _TILE_ROWS + rows // sharing)
+                fetched = rounds * inputs // parts * (tiles * TILE_ROWS + rows // sharing)
                 found.append((fetched, cut))
     return [cut for _, cut in sorted(found, key=lambda each: each[0])]
 
@@ -202,10 +156,10 @@ class SharingWeight(SkinnyWeight):
         if how.parts == 1:
             programs = min(programs, at_once(how.cluster))
         x_map = _tensor_map(
-            x_TI, (inputs, num_rows), (2 * x_TI.stride(0),), (_INPUTS, how.rows // how.sharing)
+            x_TI, (inputs, num_rows), (2 * x_TI.stride(0),), (INPUTS, how.rows // how.sharing)
         )
-        steps = inputs // _INPUTS // how.parts
-        values = (self._map(how), x_map, out_TO.data_ptr(), num_rows, outputs, steps)  # type: ignore[arg-type]
+        steps = inputs // INPUTS // how.parts
+        values = (self._map(how), x_map, out_TO.data_ptr(), num_rows, outputs, steps)
         types = (None, None, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int)
         launch(how.kernel(), (programs, 1, 1), how.threads, how.shared_bytes, values, types)
         return out_TO
@@ -233,9 +187,9 @@ class CopyingPlan(BlockPlan):
             return
         beside = 1 if self._stages > 3 else 2
         stage_bytes = 4 * _TILE * self._head_dim
-        stages = (_SHARED_BYTES // beside - _ALIGNMENT) // (stage_bytes + _BARRIERS)
+        stages = (_SHARED_BYTES // beside - _ALIGNMENT) // (stage_bytes + _BARRIER_BYTES)
         stages = min(stages, 6 if beside == 1 else 3)
-        shared_bytes = stages * (stage_bytes + _BARRIERS) + _ALIGNMENT
+        shared_bytes = stages * (stage_bytes + _BARRIER_BYTES) + _ALIGNMENT
         function = kernel(
             "block_attention.cu",
             "attend",
@@ -270,19 +224,7 @@ class CopyingPlan(BlockPlan):
         types = (None, *[ctypes.c_void_p] * len(tensors), ctypes.c_int, ctypes.c_int, ctypes.c_float)
         launch(function, grid, 160, shared_bytes, values, types)
         if self._apart:
-            _join_kernel[(self.width * self._group, self._num_kv_heads, self.num_requests)](
-                out_THD,
-                self._partials,
-                self._weights,
-                self._units,
-                self._num_tiles * self._tile_rows,
-                G=self._group,
-                D=self._head_dim,
-                FIELDS=_UNIT_FIELDS,
-                PARTS=max(2048 // self._head_dim, 1),
-                num_warps=4,
-                **early(q_THD.device),
-            )
+            self._join(out_THD)
 
     def _map(self, layer: Tensor) -> Any:
         """[D, page_size, kv_heads, 2, pages]."""
