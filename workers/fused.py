@@ -5,7 +5,9 @@ one more pass over the activations. So the residual sum and its norm are one ker
 rotation, and the store of keys and values. Sums are taken in float32, results rounded once.
 
 From Hopper on a kernel's programs may be there before those of the kernel before it are done (`early`), so that the
-next one waits for memory and not for its launch. Each waits before it reads or writes anything.
+next one waits for memory and not for its launch. Each waits before it reads what a kernel wrote, or writes anything;
+weights it reads before that. While the next product's weights are fetched, memory takes 2 us to answer, so what a
+kernel needs it asks for at once.
 
 Each kernel reads its inputs before it writes, and writes to memory of its own: a program may read what another
 program owns. Kernels are compiled when first called, and nothing here synchronises with the host.
@@ -29,7 +31,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from drafter.layers import Projection, RotaryTable, Rotation
 
-_HEADS_AT_ONCE = 8
+_FEWEST_HEADS, _MOST_HEADS = 8, 16  # of a program, where tokens are few and many
 _COLUMNS_AT_ONCE = 1024
 _LOGITS_AT_ONCE = 2048
 _PROGRAMS_TO_FILL = 1024  # a device with rows of logits
@@ -47,13 +49,13 @@ def wait_for_kernels_before(EARLY: tl.constexpr):
 def _rms_norm_kernel(
     x_ptr, weight_ptr, out_ptr, x_stride, size, eps, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ):
-    wait_for_kernels_before(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    wait_for_kernels_before(EARLY)
     x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / size + eps)
-    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * size + columns, x * scale * weight, mask=inside)
 
 
@@ -71,10 +73,11 @@ def _add_rms_norm_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    wait_for_kernels_before(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    wait_for_kernels_before(EARLY)
     x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     residual = tl.load(residual_ptr + row * residual_stride + columns, mask=inside, other=0.0).to(tl.float32)
     # The norm is that of the sum as stored, so that it does not depend on who computed the sum.
@@ -82,7 +85,6 @@ def _add_rms_norm_kernel(
     tl.store(total_ptr + row * size + columns, total, mask=inside)
     wide = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
-    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * size + columns, wide * scale * weight, mask=inside)
 
 
@@ -137,36 +139,43 @@ def _enter_kernel(
     HEADS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    wait_for_kernels_before(EARLY)
+    """Some heads of a token, in halves, which are turned together."""
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    elements = tl.arange(0, D)
-    partners = (elements + D // 2) % D
+    low = tl.arange(0, D // 2)
+    high = low + D // 2
     num_rotated = num_heads + num_kv_heads
     is_q, is_v = heads < num_heads, heads >= num_rotated
-    inside = (heads < num_rotated + num_kv_heads)[:, None] & (elements < D)[None, :]
-    base = fused_ptr + token * fused_stride + heads[:, None] * D
-    loaded = tl.load(base + elements[None, :], mask=inside, other=0.0)
-    rotated = inside & (heads < num_rotated)[:, None]
-    x = loaded.to(tl.float32)
-    swapped = tl.load(base + partners[None, :], mask=rotated, other=0.0).to(tl.float32)
+    inside = (heads < num_rotated + num_kv_heads)[:, None] & (low < D)[None, :]
     if NORMED:
-        scale = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
-        q_weight = tl.load(q_norm_ptr + elements).to(tl.float32)[None, :]
-        k_weight = tl.load(k_norm_ptr + elements).to(tl.float32)[None, :]
-        x = x * scale * tl.where(is_q[:, None], q_weight, k_weight)
-        q_partner = tl.load(q_norm_ptr + partners).to(tl.float32)[None, :]
-        k_partner = tl.load(k_norm_ptr + partners).to(tl.float32)[None, :]
-        swapped = swapped * scale * tl.where(is_q[:, None], q_partner, k_partner)
-    cos = tl.load(cos_ptr + token * D + elements).to(tl.float32)[None, :]
-    sin = tl.load(sin_ptr + token * D + elements).to(tl.float32)[None, :]
-    turned = (x * cos + swapped * sin).to(q_ptr.dtype.element_ty)
-    q_at = q_ptr + (token * num_heads + heads[:, None]) * D + elements[None, :]
-    tl.store(q_at, turned, mask=inside & is_q[:, None])
+        q_low, q_high = tl.load(q_norm_ptr + low).to(tl.float32), tl.load(q_norm_ptr + high).to(tl.float32)
+        k_low, k_high = tl.load(k_norm_ptr + low).to(tl.float32), tl.load(k_norm_ptr + high).to(tl.float32)
+    wait_for_kernels_before(EARLY)
+    base = fused_ptr + token * fused_stride + heads[:, None] * D
+    loaded_low = tl.load(base + low[None, :], mask=inside, other=0.0)
+    loaded_high = tl.load(base + high[None, :], mask=inside, other=0.0)
+    cos_low = tl.load(cos_ptr + token * D + low).to(tl.float32)[None, :]
+    cos_high = tl.load(cos_ptr + token * D + high).to(tl.float32)[None, :]
+    sin_low = tl.load(sin_ptr + token * D + low).to(tl.float32)[None, :]
+    sin_high = tl.load(sin_ptr + token * D + high).to(tl.float32)[None, :]
+    offset = tl.multiple_of(tl.load(offsets_ptr + token), D)
+    x_low, x_high = loaded_low.to(tl.float32), loaded_high.to(tl.float32)
+    if NORMED:
+        scale = tl.rsqrt((tl.sum(x_low * x_low, axis=1) + tl.sum(x_high * x_high, axis=1)) / D + eps)[:, None]
+        x_low = x_low * scale * tl.where(is_q[:, None], q_low[None, :], k_low[None, :])
+        x_high = x_high * scale * tl.where(is_q[:, None], q_high[None, :], k_high[None, :])
+    dtype = q_ptr.dtype.element_ty
+    turned_low = (x_low * cos_low + x_high * sin_low).to(dtype)
+    turned_high = (x_high * cos_high + x_low * sin_high).to(dtype)
+    q_at = q_ptr + (token * num_heads + heads[:, None]) * D
+    tl.store(q_at + low[None, :], turned_low, mask=inside & is_q[:, None])
+    tl.store(q_at + high[None, :], turned_high, mask=inside & is_q[:, None])
     kv_heads = tl.where(is_v, heads - num_rotated, heads - num_heads)
-    row = tl.load(offsets_ptr + token) + kv_heads * head_elements + tl.where(is_v, plane_elements, 0)
-    kv = tl.where(is_v[:, None], loaded, turned)
-    tl.store(plane_ptr + row[:, None] + elements[None, :], kv, mask=inside & (heads >= num_heads)[:, None])
+    row = offset + kv_heads * head_elements + tl.where(is_v, plane_elements, 0)
+    kv_at = plane_ptr + row[:, None]
+    kv_inside = inside & (heads >= num_heads)[:, None]
+    tl.store(kv_at + low[None, :], tl.where(is_v[:, None], loaded_low, turned_low), mask=kv_inside)
+    tl.store(kv_at + high[None, :], tl.where(is_v[:, None], loaded_high, turned_high), mask=kv_inside)
 
 
 @triton.jit
@@ -303,7 +312,9 @@ def enter_heads(
     num_heads, num_kv_heads = projection.num_heads, projection.num_kv_heads
     q_THD = torch.empty((num_tokens, num_heads, head_dim), dtype=fused_TND.dtype, device=fused_TND.device)
     q_norm, k_norm = projection.norms or (fused_TND, fused_TND)  # unread without norms
-    _enter_kernel[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, _HEADS_AT_ONCE))](
+    all_heads = num_heads + 2 * num_kv_heads
+    heads = _heads_at_once(num_tokens, all_heads, fused_TND.device)
+    _enter_kernel[(num_tokens, triton.cdiv(all_heads, heads))](
         fused_TND,
         q_THD,
         layer_pages,
@@ -320,11 +331,22 @@ def enter_heads(
         projection.eps,
         NORMED=projection.norms is not None,
         D=head_dim,
-        HEADS=_HEADS_AT_ONCE,
-        num_warps=_warps(_HEADS_AT_ONCE * head_dim),
+        HEADS=heads,
+        num_warps=8 if heads > _MOST_HEADS else 4,
         **early(fused_TND.device),
     )
     return q_THD
+
+
+def _heads_at_once(num_tokens: int, num_heads: int, device: torch.device) -> int:
+    """Of a program: a power of two. Beside a product's program a multiprocessor has memory for one small one, and the
+    next kernel's programs wait until all of them have begun.
+    """
+    programs_of_token = min(multiprocessors(device) // num_tokens, triton.cdiv(num_heads, _FEWEST_HEADS))
+    if programs_of_token == 0:
+        return _MOST_HEADS
+    heads: int = triton.next_power_of_2(triton.cdiv(num_heads, programs_of_token))
+    return heads
 
 
 class FusedOps:
@@ -383,6 +405,11 @@ class FusedOps:
             **early(positions_T.device),
         )
         return Rotation(cos, sin)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @functools.cache
