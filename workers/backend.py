@@ -180,7 +180,8 @@ def make_backend(
             field="device",
         )
     from workers.fused import FusedOps
-    from workers.skinny import SkinnyProducts, serves
+    from workers.kernels import serves
+    from workers.skinny import SkinnyProducts
 
     skinny = SkinnyProducts(device) if serves(device, dtype) else None
     return FlashInferBackend(device, FusedOps(), skinny)

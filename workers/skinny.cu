@@ -2,19 +2,21 @@
 //
 // A step of few tokens reads every weight once and computes little: what counts is that weights keep coming. So one
 // thread asks the copy engine for tiles of the weight, as many ahead as shared memory holds, and begins before the
-// kernel in front is done: weights depend on nobody. Only then it waits for that kernel and asks for x. Warp groups
-// multiply what has come, 64 weight rows each, with all rows of x beside them.
+// kernel in front is done: weights depend on nobody. Another waits for that kernel and asks for x, a few tiles ahead: it
+// comes from the cache, and what it does not take of shared memory holds weights. Warp groups multiply what has come, 64
+// weight rows each, with all rows of x beside them.
 //
-// Compiled for one shape of tiles (macros below). Shared memory of a stage: TILES tiles of 64 weight rows x 64 inputs,
-// then x's ROWS x 64, each row 128 bytes, swizzled as the copy engine does (128 bytes) and the tensor cores read.
+// Compiled for one shape of tiles (macros below). A stage of the weight is TILES tiles of 64 weight rows x 64 inputs, one
+// of x its ROWS x 64, each row 128 bytes, swizzled as the copy engine does (128 bytes) and the tensor cores read.
 //
-//   ROWS     rows of x that a program multiplies, 16, 32, 64 or 128; those behind num_rows come as zeros
-//   TILES    warp groups, each with a tile of 64 weight rows
-//   STAGES   tiles on their way or in use
-//   GATED    weight has 2 x columns rows, gates first; out is silu(gate) * up. Eight gates and their eight ups alternate
-//            in a tile, so that a thread has both
-//   PARTS    into how many parts the inputs are cut, a program each; they form a cluster and add up what they have, in
-//            the order of the parts, through each other's shared memory
+//   ROWS      rows of x that a program multiplies, 16, 32, 64 or 128; those behind num_rows come as zeros
+//   TILES     warp groups, each with a tile of 64 weight rows
+//   STAGES    of the weight on their way or in use
+//   X_STAGES  of x
+//   GATED     weight has 2 x columns rows, gates first; out is silu(gate) * up. Eight gates and their eight ups alternate
+//             in a tile, so that a thread has both
+//   PARTS     into how many parts the inputs are cut, a program each; they form a cluster and add up what they have, in
+//             the order of the parts, through each other's shared memory
 
 #if GATED && PARTS > 1
 #error "the rows of a gate and its up may end in two parts"
@@ -29,36 +31,29 @@ struct alignas(64) TensorMap {
 
 constexpr int INPUTS = 64;  // of a stage
 constexpr u32 TILE_BYTES = 64 * INPUTS * 2;
-constexpr u32 X_BYTES = ROWS * INPUTS * 2;
-constexpr u32 STAGE_BYTES = TILES * TILE_BYTES + X_BYTES;
+constexpr u32 WEIGHT_BYTES = TILES * TILE_BYTES, X_BYTES = ROWS * INPUTS * 2;  // of a stage
+constexpr u32 RING_BYTES = STAGES * WEIGHT_BYTES + X_STAGES * X_BYTES;  // sums of other parts follow, then barriers
+constexpr int BARRIERS = 2 * (STAGES + X_STAGES);
 constexpr int SUMS = ROWS / 2;  // of a thread: 64 x ROWS of a warp group
 constexpr int SHARE = SUMS / PARTS;  // of them that a thread of each part adds up
-constexpr int THREADS = TILES * 128;  // that multiply
+constexpr int WIDE = SHARE < 4 ? SHARE : 4, PIECES = SHARE / WIDE;  // of a share, that move together
+constexpr int THREADS = TILES * 128;  // that multiply; two warps more ask for copies
+constexpr u32 SUM_BYTES = (PARTS - 1) * SHARE * THREADS * 4;
 constexpr int COLUMNS = (GATED ? 32 : 64) * TILES;  // of a program
 constexpr u64 ONCE = 0x12F0000000000000;  // cache policies: evict first,
 constexpr u64 OFTEN = 0x14F0000000000000;  // and last
 
-__device__ inline void init_barrier(u32 barrier, u32 arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
+#ifdef EMULATED
+#include "emulated.h"
+#else
+#if PARTS > 1
+#define KERNEL extern "C" __global__ void __launch_bounds__(THREADS + 64, 1) __cluster_dims__(PARTS, 1, 1)
+#else
+#define KERNEL extern "C" __global__ void __launch_bounds__(THREADS + 64, 1)
+#endif
+#define MAP_PARAMETER const __grid_constant__ TensorMap
 
-__device__ inline void expect_bytes(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ inline void arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ inline void wait_for(u32 barrier, u32 parity) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n"
-        "}\n" ::"r"(barrier), "r"(parity) : "memory");
-}
+#include "hopper.h"
 
 __device__ inline void load_weight(u32 to, const TensorMap* map, int input, int tile, u32 barrier) {
     asm volatile(
@@ -75,16 +70,12 @@ __device__ inline void load_x(u32 to, const TensorMap* map, int input, u32 barri
         : "memory");
 }
 
-// A tile in shared memory as the tensor cores want it told: rows of 128 bytes, eight of them 1,024 apart, swizzled.
-__device__ inline u64 described(u32 at) {
-    return (u64)((at & 0x3FFFF) >> 4) | ((u64)1 << 16) | ((u64)(1024 >> 4) << 32) | ((u64)1 << 62);
-}
-
 #define F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define F16(i) F4(i), F4(i + 4), F4(i + 8), F4(i + 12)
 
 // d [64 weight rows, ROWS] += tile [64, 16 inputs] times x [ROWS, 16 inputs], transposed
-__device__ inline void multiply(float (&d)[SUMS], u64 tile, u64 x) {
+__device__ inline void multiply(float (&d)[SUMS], u32 tile_at, u32 x_at) {
+    const u64 tile = described(tile_at), x = described(x_at);
 #if ROWS == 16
     asm volatile(
         "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
@@ -114,162 +105,162 @@ __device__ inline void multiply(float (&d)[SUMS], u64 tile, u64 x) {
 #endif
 }
 
-__device__ inline unsigned short rounded(float value) {
-    unsigned short bits;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-    return bits;
+// Of a warp's 8 x 8 elements, two neighbours of a row in each thread, the same of the transpose.
+__device__ inline u32 transposed(u32 pair) {
+    u32 found;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(found) : "r"(pair));
+    return found;
 }
 
-__device__ inline float gated(float gate, float up) { return gate / (1.0f + __expf(-gate)) * up; }
+#endif  // EMULATED
 
-struct Place {
+__device__ inline float gated(float gate, float up) { return __fdividef(gate, 1.0f + __expf(-gate)) * up; }
+
+// Stages that are filled and used in turn. Barriers: one of each stage that says it is full, then those that say empty.
+template <int LENGTH, u32 BYTES>
+struct Ring {
+    u32 memory, barriers;
     int stage = 0;
     u32 parity = 0;
+
+    __device__ Ring(u32 memory, u32 barriers) : memory(memory), barriers(barriers) {}
+    __device__ u32 place() const { return memory + stage * BYTES; }
+    __device__ u32 full() const { return barriers + 8 * stage; }
+    __device__ u32 empty() const { return barriers + 8 * (LENGTH + stage); }
     __device__ void next() {
-        if (++stage == STAGES) stage = 0, parity ^= 1;
+        if (++stage == LENGTH) stage = 0, parity ^= 1;
+    }
+    // Who fills it: wait until there is room, and say what comes.
+    __device__ void make_room() const {
+        wait_for(empty(), parity ^ 1);
+        expect_bytes(full(), BYTES);
+    }
+    __device__ void wait_until_full() const { wait_for(full(), parity); }
+    __device__ void init(int users) const {
+        for (int i = 0; i < LENGTH; ++i) {
+            init_barrier(barriers + 8 * i, 1);
+            init_barrier(barriers + 8 * (LENGTH + i), users);
+        }
     }
 };
 
 #if PARTS > 1
-__device__ inline void meet() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-__device__ inline u32 in_program(u32 at, int rank) {
-    u32 there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
-    return there;
-}
-
 // Leave in d[part * SHARE ...] the sums over all parts, `part` being this program's own. `room`: shared memory for
-// SHARE floats of every thread of every part.
+// SHARE floats of every thread of every other part. Programs have arrived at their cluster when they began.
 __device__ inline void add_up(float (&d)[SUMS], int part, u32 room) {
-    constexpr int WIDE = SHARE < 4 ? SHARE : 4, PIECES = SHARE / WIDE;
+    constexpr u32 apart = THREADS * WIDE * 4;  // pieces of one thread
     const u32 mine = room + threadIdx.x * WIDE * 4;
-    meet();  // nobody reads tiles from shared memory any more
+    wait_for_cluster();  // all are there
 #pragma unroll
     for (int to = 0; to < PARTS; ++to) {
         if (to == part) continue;
-        u32 there = in_program(mine, to) + part * PIECES * THREADS * WIDE * 4;
+        const u32 there = in_program(mine, to) + (part - (part > to)) * PIECES * apart;
 #pragma unroll
         for (int piece = 0; piece < PIECES; ++piece) {
             const float* f = d + to * SHARE + piece * WIDE;
-            u32 at = there + piece * THREADS * WIDE * 4;
-#if ROWS / 2 / PARTS >= 4
-            asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(f[0]), "f"(f[1]), "f"(f[2]),
-                         "f"(f[3]) : "memory");
-#else
-            asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(f[0]), "f"(f[1]) : "memory");
-#endif
+            if (WIDE == 4) store_four_far(there + piece * apart, f);
+            else store_two_far(there + piece * apart, f);
         }
     }
-    meet();
+    arrive_at_cluster();
+    wait_for_cluster();
 #pragma unroll
     for (int own = 0; own < PARTS; ++own) {
         if (own != part) continue;
 #pragma unroll
         for (int i = 0; i < SHARE; ++i) {
+            const u32 at = mine + i / WIDE * apart + i % WIDE * 4;
             float total = 0.0f;
 #pragma unroll
-            for (int from = 0; from < PARTS; ++from) {
-                float value = d[own * SHARE + i];
-                u32 at = mine + ((from * PIECES + i / WIDE) * THREADS * WIDE + i % WIDE) * 4;
-                if (from != own) asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(at) : "memory");
-                total += value;
-            }
+            for (int from = 0; from < PARTS; ++from)
+                total += from == own ? d[own * SHARE + i] : loaded_near(at + (from - (from > own)) * PIECES * apart);
             d[own * SHARE + i] = total;
         }
     }
 }
 #endif
 
-// One thread's: have weights and x copied to where the others multiply them.
-__device__ inline void keep_loading(u32 stages, u32 full, u32 empty, const TensorMap* weight_map, const TensorMap* x_map,
-                                    int first_tile, int num_tiles, int stride, int first_step, int num_steps) {
-    const int ahead = first_tile < num_tiles ? min(STAGES, num_steps) : 0;
-    for (int step = 0; step < ahead; ++step) {
-        u32 barrier = full + 8 * step;
-        expect_bytes(barrier, STAGE_BYTES);
-        load_weight(stages + step * STAGE_BYTES, weight_map, (first_step + step) * INPUTS, first_tile, barrier);
-    }
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    Place place;
-    int loaded = 0;  // stages of x
-    for (int tile = first_tile; tile < num_tiles; tile += stride) {
-        for (int step = 0; step < num_steps; ++step, ++loaded, place.next()) {
-            u32 to = stages + place.stage * STAGE_BYTES, barrier = full + 8 * place.stage;
-            const int input = (first_step + step) * INPUTS;
-            if (loaded >= STAGES) wait_for(empty + 8 * place.stage, place.parity ^ 1);
-            if (loaded >= ahead) {
-                expect_bytes(barrier, STAGE_BYTES);
-                load_weight(to, weight_map, input, tile, barrier);
-            }
-            load_x(to + TILES * TILE_BYTES, x_map, input, barrier);
-        }
-    }
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
-#if PARTS > 1
-    __cluster_dims__(PARTS, 1, 1)
-#endif
-    skinny_product(const __grid_constant__ TensorMap weight_map, const __grid_constant__ TensorMap x_map,
-                   unsigned short* out, int num_rows, int num_columns, int num_steps) {
-    extern __shared__ unsigned char shared[];
-    u32 stages = ((u32)__cvta_generic_to_shared(shared) + 1023) & ~1023u;
-    u32 full = stages + STAGES * STAGE_BYTES, empty = full + 8 * STAGES;
+KERNEL skinny_product(MAP_PARAMETER weight_map, MAP_PARAMETER x_map, unsigned short* out, int num_rows, int num_columns,
+                      int num_steps) {
+    const u32 memory = shared_memory(), barriers = memory + RING_BYTES + SUM_BYTES;
+    Ring<STAGES, WEIGHT_BYTES> weights(memory, barriers);
+    Ring<X_STAGES, X_BYTES> xs(memory + STAGES * WEIGHT_BYTES, barriers + 16 * STAGES);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int num_tiles = (num_columns + COLUMNS - 1) / COLUMNS, part = blockIdx.x % PARTS;
-    const int first = blockIdx.x / PARTS, stride = gridDim.x / PARTS, first_step = part * num_steps;
+    const int first = blockIdx.x / PARTS, stride = gridDim.x / PARTS, first_input = part * num_steps * INPUTS;
     if (threadIdx.x == 0) {
-        for (int stage = 0; stage < STAGES; ++stage) {
-            init_barrier(full + 8 * stage, 1);
-            init_barrier(empty + 8 * stage, TILES * 4);
-        }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        weights.init(TILES * 4);
+        xs.init(TILES * 4);
     }
-    __syncthreads();
-    asm volatile("griddepcontrol.launch_dependents;");
-
-    if (warp == TILES * 4) {
-        if (lane == 0) keep_loading(stages, full, empty, &weight_map, &x_map, first, num_tiles, stride, first_step, num_steps);
+    barriers_are_made();
 #if PARTS > 1
-        __syncwarp();
-        meet();
-        meet();
+    arrive_at_cluster();
+#endif
+    let_next_kernel_start();
+
+    if (warp >= TILES * 4) {
+        if (lane == 0 && warp == TILES * 4) {
+            Ring<STAGES, WEIGHT_BYTES> arriving = weights;
+            int asked = 0;
+            for (int tile = first; tile < num_tiles; tile += stride)
+                for (int step = 0; step < num_steps; ++step, ++asked, weights.next()) {
+                    if (asked >= AHEAD) arriving.wait_until_full(), arriving.next();
+                    weights.make_room();
+                    load_weight(weights.place(), &weight_map, first_input + step * INPUTS, tile, weights.full());
+                }
+        } else if (lane == 0) {
+            kernels_before_are_done();
+            for (int tile = first; tile < num_tiles; tile += stride)
+                for (int step = 0; step < num_steps; ++step, xs.next()) {
+                    xs.make_room();
+                    load_x(xs.place(), &x_map, first_input + step * INPUTS, xs.full());
+                }
+        }
+#if PARTS > 1
+        warp_meets();
+        wait_for_cluster();
+        arrive_at_cluster();
+        wait_for_cluster();
 #endif
         return;
     }
 
     const int group = warp / 4, part_of_group = warp % 4;
-    Place place;
     for (int tile = first; tile < num_tiles; tile += stride) {
         float d[SUMS];
 #pragma unroll
         for (int i = 0; i < SUMS; ++i) d[i] = 0.0f;
-        for (int step = 0; step < num_steps; ++step, place.next()) {
-            wait_for(full + 8 * place.stage, place.parity);
-            u32 at = stages + place.stage * STAGE_BYTES;
-            u64 weight = described(at + group * TILE_BYTES), x = described(at + TILES * TILE_BYTES);
-            asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+        u32 weight_in_use = 0, x_in_use = 0;  // the barriers of the stage before
+        for (int step = 0; step < num_steps; ++step, weights.next(), xs.next()) {
+            weights.wait_until_full();
+            xs.wait_until_full();
+            const u32 weight = weights.place() + group * TILE_BYTES, x = xs.place();
+            products_begin();
 #pragma unroll
-            for (int k = 0; k < INPUTS / 16; ++k) multiply(d, weight + 2 * k, x + 2 * k);
-            asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-            asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-            if (lane == 0) arrive(empty + 8 * place.stage);
+            for (int k = 0; k < INPUTS / 16; ++k) multiply(d, weight + 32 * k, x + 32 * k);
+            products_are_asked_for();
+            if (step > 0) {
+                wait_for_products_before();
+                if (lane == 0) arrive(weight_in_use), arrive(x_in_use);
+            }
+            weight_in_use = weights.empty(), x_in_use = xs.empty();
         }
+        wait_for_products();
+        written(d);
+        if (lane == 0) arrive(weight_in_use), arrive(x_in_use);
 #if PARTS > 1
-        add_up(d, part, stages);
+        add_up(d, part, memory + RING_BYTES);
 #endif
-        // Of every eight rows of x a thread has two, and of its warp's 16 weight rows two, eight apart.
-        const int up = lane / 4, pair = lane % 4 * 2;
-        const int column = tile * COLUMNS + (GATED ? group * 32 + part_of_group * 8 : group * 64 + part_of_group * 16) + up;
+        // A warp has 16 weight rows, or eight behind a gate, in blocks of eight with eight rows of x each.
+        const int column = tile * COLUMNS + (GATED ? group * 32 + part_of_group * 8 : group * 64 + part_of_group * 16) + lane % 4 * 2;
+        unsigned short* to = out + (long long)(lane / 4) * num_columns + column;
 #pragma unroll
-        for (int i = 0; i < SUMS; ++i) {
+        for (int i = 0; i < SUMS; i += GATED ? 4 : 2) {
             if (i / SHARE != part) continue;
-            const int row = i / 4 * 8 + pair + i % 2, at = column + (i % 4 >= 2 && !GATED ? 8 : 0);
-            if ((GATED && i % 4 >= 2) || row >= num_rows || at >= num_columns) continue;
-            out[(u64)row * num_columns + at] = rounded(GATED ? gated(d[i], d[i + 2]) : d[i]);
+            const int row = i / 4 * 8, right = i % 4 / 2 * 8;  // from `to`
+            const u32 pair = transposed(GATED ? rounded(gated(d[i], d[i + 2]), gated(d[i + 1], d[i + 3])) : rounded(d[i], d[i + 1]));
+            if (row + lane / 4 < num_rows && column + right < num_columns)
+                *(u32*)(to + (long long)row * num_columns + right) = pair;
         }
     }
 }

@@ -2,9 +2,9 @@
 
 A verify step of one request multiplies 16 rows with every weight. torch's library starts each product when the kernel
 before it has ended, fetches its first weights, and ends in a kernel more where it cut the inputs: a layer of an 8B
-shape, without attention, takes 116 us where its bytes take 90. Here each product fetches its first weights while the
-kernel before it still runs (the launches are programmatic: see `skinny.cu`), adds up parts inside, and has the gate
-applied by those who computed it.
+shape, without attention, takes 116 us where its bytes take 90, and here 97. Each product fetches its first weights
+while the kernel before it still runs (the launches are programmatic: see `skinny.cu`), adds up parts inside, and has
+the gate applied by those who computed it.
 
 Launches cost the host several times what torch's do, which a graph pays once: `SkinnyProducts.in_use` says when weights
 take rows, and nothing else is multiplied here.
@@ -18,24 +18,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from cuda.bindings import driver, nvrtc
 from torch import Tensor
 
-from workers.tiling import INPUTS, MOST_ROWS, PARTS, TILE_ROWS, Tiling, most_rows, tiling
+from workers.kernels import function, launch, programs_at_once, tensor_map
+from workers.tiling import INPUTS, MOST_ROWS, PARTS, TILE_ROWS, Tiling, tiling
 
-_COMPUTE_CAPABILITY = (9, 0)
 _SOURCE = Path(__file__).with_name("skinny.cu")
-
-
-def serves(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether there are such products for a device and a dtype."""
-    return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) == _COMPUTE_CAPABILITY
 
 
 class SkinnyProducts:
@@ -45,7 +39,7 @@ class SkinnyProducts:
         """`device`: one that `serves`."""
         self.in_use = False
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._kernels: dict[Tiling, Any] = {}
+        self._tilings: dict[tuple[int, int, int, bool], Tiling | None] = {}
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -66,28 +60,19 @@ class SkinnyProducts:
 
     @functools.cached_property
     def at_once(self) -> Mapping[int, int]:
-        """By number of parts, how many programs run at a time. A cluster's must be neighbours, so some places stay
-        empty.
-        """
+        """By number of parts, how many programs run at a time."""
         found = {1: self._multiprocessors}
         for parts in PARTS[1:]:
             each = Tiling(MOST_ROWS, 2, parts, False)
-            config = _config(each, parts, 0)
-            cluster = driver.CUlaunchAttribute()
-            cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = parts, 1, 1
-            config.attrs, config.numAttrs = [cluster], 1
-            found[parts] = parts * _checked(driver.cuOccupancyMaxActiveClusters(self.kernel(each), config))
+            found[parts] = programs_at_once(_kernel(each), parts, each.threads, each.shared_bytes)
         return found
 
-    def kernel(self, how: Tiling) -> Any:
-        if how not in self._kernels:
-            module = _checked(driver.cuModuleLoadData(_cubin(how)))
-            function = _checked(driver.cuModuleGetFunction(module, b"skinny_product"))
-            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _checked(driver.cuFuncSetAttribute(function, attribute, how.shared_bytes))
-            self._kernels[how] = function
-        return self._kernels[how]
+    def tiling(self, num_rows: int, outputs: int, inputs: int, gated: bool) -> Tiling | None:
+        """See `workers.tiling.tiling`."""
+        key = num_rows, outputs, inputs, gated
+        if key not in self._tilings:
+            self._tilings[key] = tiling(*key, self.at_once)
+        return self._tilings[key]
 
 
 class SkinnyWeight:
@@ -100,10 +85,11 @@ class SkinnyWeight:
     def takes(self, x_TI: Tensor, gated: bool = False) -> bool:
         return (
             self._products.in_use
-            and 0 < x_TI.shape[0] <= most_rows(gated)
+            and 0 < x_TI.shape[0] <= MOST_ROWS
             and x_TI.stride(1) == 1
             and x_TI.stride(0) % 8 == 0
             and x_TI.data_ptr() % 16 == 0
+            and self._tiling(x_TI.shape[0], gated) is not None
         )
 
     def product(self, x_TI: Tensor, out_TO: Tensor | None = None) -> Tensor:
@@ -118,22 +104,22 @@ class SkinnyWeight:
         out = torch.empty((x_TI.shape[0], outputs), dtype=x_TI.dtype, device=x_TI.device)
         return self._launch(x_TI, out, gated=True)
 
+    def _tiling(self, num_rows: int, gated: bool) -> Tiling | None:
+        outputs, inputs = self._weight.shape
+        return self._products.tiling(num_rows, outputs // 2 if gated else outputs, inputs, gated)
+
     def _launch(self, x_TI: Tensor, out_TO: Tensor, *, gated: bool) -> Tensor:
         (num_rows, inputs), outputs = x_TI.shape, out_TO.shape[1]
-        how = tiling(num_rows, outputs, inputs, gated, self._products.at_once)
+        how = self._tiling(num_rows, gated)
+        assert how is not None, "this product does not take so many rows"
         programs = -(-outputs // how.outputs) * how.parts
         if how.parts == 1:
             programs = min(programs, self._products.at_once[1])
-        config = _config(how, programs, torch.cuda.current_stream(x_TI.device).cuda_stream)
-        early = driver.CUlaunchAttribute()
-        early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        early.value.programmaticStreamSerializationAllowed = 1
-        config.attrs, config.numAttrs = [early], 1
-        x_map = _tensor_map(x_TI, (inputs, num_rows), (2 * x_TI.stride(0),), (INPUTS, how.rows))
+        x_map = tensor_map(x_TI, (inputs, num_rows), (2 * x_TI.stride(0),), (INPUTS, how.rows))
         steps = inputs // INPUTS // how.parts
         values = (self._map(how), x_map, out_TO.data_ptr(), num_rows, outputs, steps)
         types = (None, None, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int)
-        _checked(driver.cuLaunchKernelEx(config, self._products.kernel(how), (values, types), 0))
+        launch(_kernel(how), (programs, 1, 1), how.threads, how.shared_bytes, values, types)
         return out_TO
 
     def _map(self, how: Tiling) -> Any:
@@ -150,71 +136,18 @@ class SkinnyWeight:
             else:
                 sizes, box = (inputs, outputs, 1, 1), (INPUTS, how.tiles * TILE_ROWS, 1, 1)
                 strides = (row, outputs * row, outputs * row)
-            self._maps[key] = _tensor_map(self._weight, sizes, strides, box)
+            self._maps[key] = tensor_map(self._weight, sizes, strides, box)
         return self._maps[key]
 
 
-def _config(how: Tiling, programs: int, stream: int) -> Any:
-    config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = programs, 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = how.threads, 1, 1
-    config.sharedMemBytes, config.hStream = how.shared_bytes, stream
-    return config
-
-
-def _tensor_map(tensor: Tensor, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> Any:
-    """Sizes and box innermost first; strides in bytes, of all dimensions but the innermost."""
-    return _checked(
-        driver.cuTensorMapEncodeTiled(
-            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-            len(sizes),
-            tensor.data_ptr(),
-            [driver.cuuint64_t(size) for size in sizes],
-            [driver.cuuint64_t(stride) for stride in strides],
-            [driver.cuuint32_t(size) for size in box],
-            [driver.cuuint32_t(1)] * len(sizes),
-            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
-    )
-
-
-@functools.cache
-def _cubin(how: Tiling) -> bytes:
+def _kernel(how: Tiling) -> Any:
     macros = {
         "ROWS": how.rows,
         "TILES": how.tiles,
         "STAGES": how.stages,
+        "X_STAGES": how.x_stages,
+        "AHEAD": how.ahead,
         "GATED": int(how.gated),
         "PARTS": how.parts,
     }
-    return compiled(_SOURCE, macros)
-
-
-def compiled(source: Path, macros: Mapping[str, int]) -> bytes:
-    """A kernel file's machine code for Hopper. Raises RuntimeError with the compiler's words."""
-    options = [
-        "--gpu-architecture=sm_90a",
-        "--std=c++17",
-        *(f"-D{name}={value}" for name, value in macros.items()),
-    ]
-    program = _checked(nvrtc.nvrtcCreateProgram(source.read_bytes(), source.name.encode(), 0, [], []))
-    answer = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-    if answer[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
-        _checked(nvrtc.nvrtcGetProgramLog(program, log))
-        raise RuntimeError(f"NVRTC cannot compile {source.name} for {macros}: {log.decode(errors='replace')}")
-    code = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
-    _checked(nvrtc.nvrtcGetCUBIN(program, code))
-    _checked(nvrtc.nvrtcDestroyProgram(program))
-    return bytes(code)
-
-
-def _checked(answer: tuple[Any, ...]) -> Any:
-    """What a call to the driver or to NVRTC returned. Raises RuntimeError for an error."""
-    error, *values = answer
-    if error.value:
-        raise RuntimeError(f"{type(error).__name__}: {error.name}")
-    return values[0] if values else None
+    return function(_SOURCE, "skinny_product", how.shared_bytes, macros)

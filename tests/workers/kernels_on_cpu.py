@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 import os
 import shutil
 import signal
@@ -15,10 +14,9 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-KERNELS = Path(__file__).parents[1] / "bench" / "gpu" / "candidates"
+_HERE = Path(__file__).parent
 _COMPILER = shutil.which("g++")
 _LONGEST_S = 60.0
 
@@ -64,7 +62,7 @@ class Map(ctypes.Structure):
 
 
 @functools.cache
-def compiled(kernel: str, **macros: int) -> ctypes.CDLL:
+def compiled(kernel: Path, **macros: int) -> ctypes.CDLL:
     """The kernel for these macros. Raises CalledProcessError for one that does not compile."""
     assert _COMPILER is not None
     directory = tempfile.mkdtemp()
@@ -74,7 +72,7 @@ def compiled(kernel: str, **macros: int) -> ctypes.CDLL:
             [
                 *(_COMPILER, "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread"),
                 *(f"-D{name}={value}" for name, value in macros.items()),
-                *(f'-DKERNEL_FILE="{kernel}"', "-o", str(library), str(KERNELS / "emulate.cpp")),
+                *(f'-DKERNEL_FILE="{kernel}"', f"-I{_HERE}", "-o", str(library), str(_HERE / "emulate.cpp")),
             ],
             check=True,
             capture_output=True,
@@ -117,45 +115,3 @@ def run(kernel: ctypes.CDLL, *arguments: object) -> None:
 def address(tensor: Tensor) -> ctypes.c_void_p:
     """Of its first element."""
     return ctypes.c_void_p(tensor.data_ptr())
-
-
-def product(
-    x_TI: Tensor,
-    weight_OI: Tensor,
-    *,
-    rows: int,
-    tiles: int,
-    stages: int,
-    gated: bool,
-    parts: int,
-    sharing: int,
-) -> Tensor:
-    """x times the transpose of the weight, bfloat16, or with a gate silu of the first half times the second."""
-    kernel = compiled(
-        "skinny.cu", ROWS=rows, TILES=tiles, STAGES=stages, GATED=int(gated), PARTS=parts, SHARING=sharing
-    )
-    (num_rows, inputs), total = x_TI.shape, weight_OI.shape[0]
-    outputs = total // 2 if gated else total
-    out = torch.full((num_rows, outputs), math.nan, dtype=torch.bfloat16)
-    out.share_memory_()
-    if gated:
-        sizes, strides = (inputs, 8, 2, total // 16), (inputs, outputs * inputs, 8 * inputs)
-        weight = Map.of(weight_OI, sizes, strides, (64, 8, 2, tiles * 4))
-    else:
-        weight = Map.of(weight_OI, (inputs, total), (inputs,), (64, tiles * 64))
-    x = Map.of(x_TI, (inputs, num_rows), (x_TI.stride(0),), (64, rows // sharing))
-    num_tiles = -(-outputs // (tiles * (32 if gated else 64)))
-    clusters = -(-num_tiles // sharing)
-    if parts == 1:
-        clusters = min(clusters, 2)  # programs that take one tile after the other
-    run(
-        kernel,
-        ctypes.byref(weight),
-        ctypes.byref(x),
-        address(out),
-        num_rows,
-        outputs,
-        inputs // 64 // parts,
-        clusters * parts * sharing,
-    )
-    return out

@@ -1,7 +1,7 @@
 """Decode steps of an 8B shape with a drafter of blocks of 16: draft, verify and what the host adds, by batch.
 
     python -m tests.bench.gpu.decode [--batches 1 8 32 128] [--context 2048] [--vocab 151936] [--draft-vocab 0]
-        [--layers 36] [--kernels] [--candidates]
+        [--layers 36] [--kernels]
 
 Floor of a forward: its weights and the keys and values that it reads over the copy bandwidth of this run, or its
 operations over the GEMM rate of this run, whichever is longer. `draft` and `verify` are graphs replayed back to back;
@@ -39,17 +39,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=shape8b.LAYERS)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--kernels", action="store_true")
-    parser.add_argument("--candidates", action="store_true", help="with `tests.bench.gpu.candidates`")
     options = parser.parse_args()
     shape = Shape(num_layers=options.layers, vocab_size=options.vocab, draft_vocab=options.draft_vocab)
     report("copy", "", limits.copy_bytes_per_s() / 1e12, "TB/s")
     report("gemm", "", limits.gemm_flops_per_s() / 1e12, "TFLOP/s")
     sustained = limits.sustained_gemm_flops_per_s()
     report("gemm sustained", "", sustained / 1e12, "TFLOP/s", limits.gemm_flops_per_s() / 1e12)
-    if options.candidates:
-        from tests.bench.gpu.candidates.measure import use_the_best
-
-        use_the_best(options.batches)
     models = shape8b.models(shape)
     assembly = build(config(max(options.batches), options.context + 64), models)
     with torch.inference_mode():

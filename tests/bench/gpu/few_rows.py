@@ -1,11 +1,12 @@
 """Few rows through an 8B shape's layers without attention: torch's products, and those of `workers.skinny`.
 
-    python -m tests.bench.gpu.few_rows [--rows 16 32 64 128] [--layers 6] [--products]
+    python -m tests.bench.gpu.few_rows [--rows 16 32 64 128] [--layers 6] [--products] [--tilings]
 
 A step of few tokens reads every weight once and computes little. Limit of a layer: its weights over the copy bandwidth
 of this run. Every norm and gate between the products is in the layer's time; attention and its exchange of heads are
 not, so neighbouring products still depend on each other. Both ways must come to the same, and rounding is all they may
-differ by. `--products`: each product alone too, captured behind its like, and how it is cut.
+differ by. `--products`: each product alone too, captured behind its like, and how it is cut. `--tilings`: also each
+other way to cut it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tests.bench.gpu.products import LAYER
 from tests.bench.gpu.shape8b import HEAD_DIM, HEADS, HIDDEN
 from workers.fused import FusedOps
 from workers.skinny import SkinnyProducts
-from workers.tiling import most_rows, tiling
+from workers.tiling import MOST_ROWS, Tiling, tilings
 
 _EPS = 1e-6
 _TOLERANCE = 0.02  # of the norm, in bfloat16
@@ -44,6 +45,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[16, 32, 64, 128])
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--products", action="store_true")
+    parser.add_argument("--tilings", action="store_true")
     options = parser.parse_args()
     products = SkinnyProducts(torch.device("cuda"))
     layers = [random_layer(seed, products) for seed in range(options.layers)]
@@ -60,8 +62,8 @@ def main() -> None:
         if not difference <= _TOLERANCE:
             raise ValueError(f"{rows} rows differ by {difference}")
         report("layer without attention: skinny", rows, taken_s * 1e6, "us", limit_us)
-        if options.products:
-            each_product(rows, products)
+        if options.products or options.tilings:
+            each_product(rows, options.tilings)
 
 
 def random_layer(seed: int, products: SkinnyProducts) -> Layer:
@@ -105,8 +107,18 @@ def replayed(body: Callable[[], Tensor]) -> tuple[Tensor, float]:
     return found, limits.seconds(graph.replay, 20)
 
 
+class _Told(SkinnyProducts):
+    """Cuts every product as it is told to, if it is."""
+
+    told: Tiling | None = None
+
+    def tiling(self, num_rows: int, outputs: int, inputs: int, gated: bool) -> Tiling | None:
+        return self.told or super().tiling(num_rows, outputs, inputs, gated)
+
+
 @torch.inference_mode()
-def each_product(rows: int, products: SkinnyProducts) -> None:
+def each_product(rows: int, all_tilings: bool) -> None:
+    products = _Told(torch.device("cuda"))
     for name, (outputs, inputs) in LAYER.items():
         generator = torch.Generator("cuda").manual_seed(1)
         count = max(4, _BYTES_APART // (2 * outputs * inputs))
@@ -123,15 +135,19 @@ def each_product(rows: int, products: SkinnyProducts) -> None:
 
         limit_us = 2 * outputs * inputs / limits.copy_bytes_per_s() * 1e6
         report(f"product of few rows, {name}: library", rows, replayed(body)[1] / count * 1e6, "us", limit_us)
-        if rows > most_rows(gated):
+        if rows > MOST_ROWS:
             continue
-        cut = tiling(rows, outputs // (2 if gated else 1), inputs, gated, products.at_once)
-        with products.used():
-            taken_us = replayed(body)[1] / count * 1e6
-        what = (
-            f"product of few rows, {name}: skinny ({cut.tiles} tiles, {cut.parts} parts, {cut.stages} stages)"
-        )
-        report(what, rows, taken_us, "us", limit_us)
+        shape = rows, outputs // (2 if gated else 1), inputs, gated
+        chosen = products.tiling(*shape)
+        for cut in tilings(*shape):
+            if cut != chosen and not all_tilings:
+                continue
+            products.told = cut
+            with products.used():
+                taken_us = replayed(body)[1] / count * 1e6
+            products.told = None
+            what = f"{cut.tiles} tiles, {cut.parts} parts{', chosen' if cut == chosen else ''}"
+            report(f"product of few rows, {name}: {what}", rows, taken_us, "us", limit_us)
 
 
 if __name__ == "__main__":

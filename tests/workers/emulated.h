@@ -1,8 +1,8 @@
 // What the kernels here ask of a GPU, done by a CPU: a thread for each of theirs, a cluster's programs together, one
 // cluster after the other. Swizzles, fragments and barriers are the device's; time is not.
 //
-// What a device would let pass or hang at ends the process with a word: a barrier reached too often, a cluster waited for
-// without arriving, copies to a program that has ended, and reads of what the kernel in front may still have to write.
+// What a device would let pass or hang at ends the process with a word: a barrier reached too often, words to a program
+// that has ended, and reads of what the kernel in front may still have to write.
 // Not played: how long anything takes, and fences other than that behind stores for the tensor cores.
 
 #include <atomic>
@@ -24,12 +24,15 @@ using std::min;
 #define KERNEL static void
 #define MAP_PARAMETER const TensorMap
 #define __expf expf
+#define __fdividef(a, b) ((a) / (b))
 #define NOTHING (-INFINITY)
 
 #ifdef HEAD_DIM
-constexpr int CLUSTER_PROGRAMS = 1, MULTIPLYING = ATTENDING;
+constexpr int CLUSTER_PROGRAMS = SHARED_BY, MULTIPLYING = ATTENDING, ALL = ATTENDING + 32;
+constexpr int MEMORY_BYTES = RING_BYTES + GIVEN_BYTES;
 #else
-constexpr int CLUSTER_PROGRAMS = CLUSTER, MULTIPLYING = THREADS;
+constexpr int CLUSTER_PROGRAMS = PARTS, MULTIPLYING = THREADS, ALL = THREADS + 64;
+constexpr int MEMORY_BYTES = RING_BYTES + SUM_BYTES;
 #endif
 
 struct Dim {
@@ -63,16 +66,16 @@ struct Barrier {
 };
 
 struct Program {
-    std::vector<unsigned char> memory = std::vector<unsigned char>(STAGES * STAGE_BYTES, 0xFF);
-    std::vector<Barrier> barriers = std::vector<Barrier>(2 * STAGES);
+    std::vector<unsigned char> memory = std::vector<unsigned char>(MEMORY_BYTES, 0xFF);
+    std::vector<Barrier> barriers = std::vector<Barrier>(BARRIERS);
     std::vector<std::unique_ptr<std::barrier<>>> warps;
-    std::barrier<> all{MULTIPLYING + 32}, group{MULTIPLYING};
-    std::atomic<int> running{MULTIPLYING + 32};
-    float lanes[MULTIPLYING / 32 + 1][32];
+    std::barrier<> all{ALL}, multiplying{MULTIPLYING};
+    std::atomic<int> running{ALL};
+    float lanes[ALL / 32][32];
     float a[64][16];
 
     Program() {
-        for (int warp = 0; warp <= MULTIPLYING / 32; ++warp) warps.push_back(std::make_unique<std::barrier<>>(32));
+        for (int warp = 0; warp < ALL / 32; ++warp) warps.push_back(std::make_unique<std::barrier<>>(32));
     }
 };
 
@@ -91,7 +94,7 @@ static Program& owner(u32 at) {
     return found;
 }
 
-static Barrier& barrier_at(u32 at) { return owner(at).barriers[((at & 0xFFFFFF) - STAGES * STAGE_BYTES) / 8]; }
+static Barrier& barrier_at(u32 at) { return owner(at).barriers[((at & 0xFFFFFF) - MEMORY_BYTES) / 8]; }
 
 static void settle(Barrier& barrier) {
     if (barrier.arrivals == 0 || barrier.pending || barrier.bytes) return;
@@ -147,7 +150,7 @@ static void copy_box(Program& program, u32 to, const TensorMap* told, const int*
                 }
     std::lock_guard guard(lock);
     if (!program.running) refuse("a program that has ended is copied to");
-    Barrier& barrier = program.barriers[(at - STAGES * STAGE_BYTES) / 8];
+    Barrier& barrier = program.barriers[(at - MEMORY_BYTES) / 8];
     barrier.bytes -= 128 * row;
     settle(barrier);
 }
@@ -155,6 +158,46 @@ static void copy_box(Program& program, u32 to, const TensorMap* told, const int*
 static void kernels_before_are_done() { waited = true; }
 static void let_next_kernel_start() {}
 static void warp_meets() { here().warps[threadIdx.x / 32]->arrive_and_wait(); }
+
+static thread_local std::unique_ptr<std::barrier<>::arrival_token> arrived_at_cluster;
+
+static void arrive_at_cluster() {
+    if (arrived_at_cluster) refuse("a thread arrives twice before it waits");
+    arrived_at_cluster = std::make_unique<std::barrier<>::arrival_token>(cluster->arrive());
+}
+
+static void wait_for_cluster() {
+    if (!arrived_at_cluster) refuse("a thread waits for a cluster at which it has not arrived");
+    cluster->wait(std::move(*arrived_at_cluster));
+    arrived_at_cluster.reset();
+}
+
+static u32 in_program(u32 at, int program) { return at | (u32)(program + 1) << 24; }
+
+static float loaded_near(u32 at) {
+    float value;
+    memcpy(&value, &here().memory[at], 4);
+    return value;
+}
+
+template <int N>
+static void store_some_far(u32 at, const float* f) {
+    if ((at & 0xFFFFFF) + 4 * N > owner(at).memory.size()) refuse("sums lie behind shared memory");
+    memcpy(&owner(at).memory[at & 0xFFFFFF], f, 4 * N);
+}
+
+static void store_far(u32 at, float value) { store_some_far<1>(at, &value); }
+static void store_two_far(u32 at, const float* f) { store_some_far<2>(at, f); }
+static void store_four_far(u32 at, const float* f) { store_some_far<4>(at, f); }
+
+static void products_begin() { warp_meets(); }
+static void products_are_asked_for() {}
+static void wait_for_products_before() { warp_meets(); }
+static void wait_for_products() { warp_meets(); }
+template <int N>
+static void written(float (&)[N]) {}
+template <int K>
+static void read(u32 (&)[K][4]) {}
 
 static float wide(unsigned short bits) {
     const u32 all = (u32)bits << 16;
@@ -168,6 +211,8 @@ static unsigned short narrow(float value) {
     memcpy(&bits, &value, 4);
     return value != value ? 0x7FFF : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 }
+
+static u32 rounded(float low, float high) { return (u32)narrow(high) << 16 | narrow(low); }
 
 static float element(u32 at) {
     unsigned short bits;
@@ -197,8 +242,10 @@ static void tensor_cores_see_what_was_stored() {
 static void attending_threads_meet() {
     for (u32 at : told_rows) memset(&here().memory[at], 0, 128);
     told_rows.clear();
-    here().group.arrive_and_wait();
+    here().multiplying.arrive_and_wait();
 }
+
+static void will_be_read(const TensorMap*) {}
 
 static float from_lane(float value, int mask) {
     auto& lanes = here().lanes[threadIdx.x / 32];
@@ -218,13 +265,14 @@ static int of_lane(int value, int lane) {
     return value;
 }
 
+static int number_at(const int* at) { return *at; }
+
 static u32 pair_at(const bf16* at) {
     u32 pair;
     memcpy(&pair, at, 4);
     return pair;
 }
 
-static u32 rounded(float low, float high) { return (u32)narrow(high) << 16 | narrow(low); }
 static float power_of_two(float x) { return exp2f(x); }
 static float binary_logarithm(float x) { return log2f(x); }
 static int arrived_before(int* count) { return (*count)++; }
@@ -239,17 +287,13 @@ static int told(u32 at) {
 static float from_another(const float* at) { return *at; }
 static float2 pair_from_another(const float* at) { return {at[0], at[1]}; }
 
-template <int K>
-static void products_begin(u32 (&)[K][4]) {}
-template <int N>
-static void products_end(float (&)[N]) {}
 
 static void product(float* d, const u32 (&a)[4], u32 block, int more, bool by_values) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int i = 0; i < 4; ++i)
         for (int e = 0; e < 2; ++e)
             here().a[16 * warp + lane / 4 + i % 2 * 8][lane % 4 * 2 + e + i / 2 * 8] = wide(a[i] >> 16 * e & 0xFFFF);
-    here().group.arrive_and_wait();
+    here().multiplying.arrive_and_wait();
     for (int i = 0; i < 32; ++i) {
         const int row = 16 * warp + lane / 4 + 8 * (i % 4 / 2), n = i / 4 * 8 + lane % 4 * 2 + i % 2;
         float sum = more ? d[i] : 0.0f;
@@ -257,7 +301,7 @@ static void product(float* d, const u32 (&a)[4], u32 block, int more, bool by_va
             sum += here().a[row][k] * element(by_values ? block + k * 128 + n * 2 : block + n * 128 + k * 2);
         d[i] = sum;
     }
-    here().group.arrive_and_wait();
+    here().multiplying.arrive_and_wait();
 }
 
 static void multiply_by_keys(float (&d)[32], const u32 (&a)[4], u32 block, int more) { product(d, a, block, more, false); }
@@ -270,49 +314,11 @@ static void load_weight(u32 to, const TensorMap* map, int input, int tile, u32 a
     copy_box(here(), to, map, from, at);
 }
 
-static void load_x(u32 to, const TensorMap* map, int input, int row, u32 at, int programs) {
+static void load_x(u32 to, const TensorMap* map, int input, u32 at) {
     if (!waited) refuse("x is read before the kernel in front has written it");
-    const int from[5] = {input, row, 0, 0, 0};
-    for (int program = 0; program < CLUSTER; ++program)
-        if (SHARING == 1 ? program == rank() : programs >> program & 1)
-            copy_box(*programs_of_cluster[program], to, map, from, at);
+    const int from[5] = {input, 0, 0, 0, 0};
+    copy_box(here(), to, map, from, at);
 }
-
-static void arrive_far(u32 at) { arrive(at); }
-
-static thread_local std::unique_ptr<std::barrier<>::arrival_token> arrived_at_cluster;
-
-static void arrive_at_cluster() {
-    if (arrived_at_cluster) refuse("a thread arrives twice before it waits");
-    arrived_at_cluster = std::make_unique<std::barrier<>::arrival_token>(cluster->arrive());
-}
-
-static void wait_for_cluster() {
-    if (!arrived_at_cluster) refuse("a thread waits for a cluster at which it has not arrived");
-    cluster->wait(std::move(*arrived_at_cluster));
-    arrived_at_cluster.reset();
-}
-
-static void meet() {
-    arrive_at_cluster();
-    wait_for_cluster();
-}
-
-static u32 in_program(u32 at, int program) { return at | (u32)(program + 1) << 24; }
-
-static void store_far(u32 at, const float* f) {
-    if ((at & 0xFFFFFF) + WIDE * 4 > owner(at).memory.size()) refuse("sums lie behind shared memory");
-    memcpy(&owner(at).memory[at & 0xFFFFFF], f, WIDE * 4);
-}
-
-static float loaded_near(u32 at) {
-    float value;
-    memcpy(&value, &here().memory[at], 4);
-    return value;
-}
-
-static void products_begin() { warp_meets(); }
-static void products_end() { warp_meets(); }
 
 static void multiply(float (&d)[SUMS], u32 tile, u32 x) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
@@ -322,7 +328,20 @@ static void multiply(float (&d)[SUMS], u32 tile, u32 x) {
     }
 }
 
-static unsigned short rounded(float value) { return narrow(value); }
+static u32 transposed(u32 pair) {
+    auto& lanes = here().lanes[threadIdx.x / 32];
+    const int lane = threadIdx.x % 32;
+    memcpy(&lanes[lane], &pair, 4);
+    warp_meets();
+    u32 found = 0;
+    for (int e = 0; e < 2; ++e) {
+        u32 from;
+        memcpy(&from, &lanes[(lane % 4 * 2 + e) * 4 + lane / 8], 4);
+        found |= (from >> lane / 4 % 2 * 16 & 0xFFFF) << 16 * e;
+    }
+    warp_meets();
+    return found;
+}
 
 #endif
 
@@ -335,11 +354,11 @@ static void on_grid(Dim grid, Work work) {
             for (int x = 0; x < grid.x; x += CLUSTER_PROGRAMS) {
                 programs_of_cluster.clear();
                 for (int i = 0; i < CLUSTER_PROGRAMS; ++i) programs_of_cluster.push_back(std::make_unique<Program>());
-                std::barrier<> together(CLUSTER_PROGRAMS * (MULTIPLYING + 32));
+                std::barrier<> together(CLUSTER_PROGRAMS * (ALL));
                 cluster = &together;
                 std::vector<std::thread> threads;
                 for (int i = 0; i < CLUSTER_PROGRAMS; ++i)
-                    for (int thread = 0; thread < MULTIPLYING + 32; ++thread)
+                    for (int thread = 0; thread < ALL; ++thread)
                         threads.emplace_back([=] {
                             threadIdx = {thread, 0, 0};
                             blockIdx = {x + i, y, z};

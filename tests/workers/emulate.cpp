@@ -8,7 +8,7 @@ extern "C" void run(const Map* told, const bf16* queries, bf16* out, float* part
                     int num_units, int blocks) {
     TensorMap map;
     map.opaque[0] = (u64)told;
-    on_grid({heads, num_units, blocks}, [=] {
+    on_grid({heads * SHARED_BY, num_units, blocks}, [=] {
         attend(map, queries, out, partial, weights, arrived, pages, (const Unit*)units, query_stride, table_stride, scale);
     });
 }
