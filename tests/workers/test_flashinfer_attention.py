@@ -168,6 +168,58 @@ def test_a_captured_plan_with_padding_attends_as_a_plan_of_its_live_requests(
             assert torch.isfinite(captured).all(), "padding computes on the dummy page"
 
 
+@pytest.mark.parametrize("causal", [True, False], ids=["target", "drafter"])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("head_dim", "shared"), [(64, 3), (128, 8)])
+@pytest.mark.parametrize("width", [1, 16])
+@pytest.mark.parametrize("batch", [1, 3, 4])
+def test_a_captured_plan_enters_projections_as_torch_does(
+    batch: int, width: int, head_dim: int, shared: int, normed: bool, causal: bool
+) -> None:
+    """Whether a kernel of its own enters them or who attends; keys and values are there for later steps."""
+    from drafter.layers import Projection, RopeParameters, RotaryTable, Rotation
+    from workers.attention.blocks import BlockPlan
+    from workers.step_rows import StepRows
+
+    kv_lens = [900, 33, 64 + width, 17][:batch]
+    pages = Pages(kv_lens, head_dim, shared, "strided", unified=False)
+    num_heads = pages.num_heads
+    with torch.inference_mode():
+        rows = StepRows(batch, pages.rows.shape[1], 0, torch.device("cuda"))
+        starts = [kv_len - width for kv_len in kv_lens]
+        rows.fill(batch, [0] * batch, starts, pages.rows.numpy()[:batch])
+        shape = {"num_requests": batch, "width": width, "num_heads": num_heads, "causal": causal}
+        plan = pages.flashinfer.fixed(rows.target(batch), **shape)
+        fused = pages.random(batch * width, num_heads + 2 * KV_HEADS)
+        norms = (pages.random(1, 1).flatten(), pages.random(1, 1).flatten()) if normed else None
+        positions = torch.tensor([start + i for start in starts for i in range(width)], device="cuda")
+        rotation = RotaryTable(RopeParameters(1e6), head_dim, torch.bfloat16, "cuda").at(positions)
+        plan.prepare()
+        queries = pages.flashinfer.enter(
+            1, fused, Projection(num_heads, KV_HEADS, norms, 1e-6), rotation, plan
+        )
+        found = pages.flashinfer.attend(1, queries, plan).float()
+
+        exact = pages.torch.plan(pages.rows[:batch], [width] * batch, kv_lens, causal)
+        exact_norms = None if norms is None else (norms[0].float(), norms[1].float())
+        exact_projection = Projection(num_heads, KV_HEADS, exact_norms, 1e-6)
+        exact_rotation = Rotation(*(each.float() for each in rotation))
+        exact_queries = pages.torch.enter(1, fused.float(), exact_projection, exact_rotation, exact)
+        expected = pages.torch.attend(1, exact_queries, exact)
+        torch.testing.assert_close(found, expected, rtol=2 * TOLERANCE, atol=2 * TOLERANCE)
+
+        later = BlockPlan(
+            rows.target(batch),
+            pages.flashinfer._pool[:, 0],
+            **shape,
+            scratch=pages.workspace.partials.view(torch.float32),
+        )
+        later.prepare()
+        found = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        later.attend(exact_queries.to(torch.bfloat16), pages.flashinfer._pool[:, 1], found)
+        torch.testing.assert_close(found.float(), expected, rtol=2 * TOLERANCE, atol=2 * TOLERANCE)
+
+
 def test_the_fused_steps_equal_torchs() -> None:
     from drafter.layers import TORCH_OPS
     from workers.fused import FusedOps

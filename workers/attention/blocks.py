@@ -14,6 +14,9 @@ few requests would leave multiprocessors idle, one part each when requests are m
 last joins them all; the many parts of one or two requests are joined by a kernel of its own. Either way they are joined
 in the order of their positions, which does not depend on who is done when.
 
+`workers.attention.copied` has another kernel for few requests on Hopper GPUs, which begins before the one in front is
+done. So `prepare` lets no kernel begin before it is done.
+
 Shapes: B requests, W tokens of each, T = B * W, G query heads per kv head, D head_dim, P page table entries of a row.
 """
 
@@ -29,7 +32,7 @@ from torch import Tensor
 
 from workers.fused import early, wait_for_kernels_before
 
-_TILE = 64  # keys attended at a time
+TILE = 64  # keys attended at a time
 _STAGES, _STAGES_ALONE = 3, 4  # tiles on their way or in use; the more where a multiprocessor has one program
 _LARGEST_ALONE = 128  # head_dim for which it has memory for so many
 _FEW_REQUESTS = 2  # with more parts each than one program joins as fast as many do, in a kernel of their own
@@ -58,9 +61,7 @@ def _prepare_kernel(
     BLOCK_W: tl.constexpr,
     BLOCK_U: tl.constexpr,
     FIELDS: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    wait_for_kernels_before(EARLY)
     request = tl.program_id(0)
     tokens = tl.arange(0, BLOCK_W)
     start = tl.load(starts_ptr + request * row_stride)
@@ -326,13 +327,12 @@ class BlockPlan:
             W=self.width,
             D=self._head_dim,
             PAGE=self._page_size,
-            TILE=_TILE,
+            TILE=TILE,
             BLOCK_B=triton.next_power_of_2(self.num_requests),
             BLOCK_W=triton.next_power_of_2(self.width),
             BLOCK_U=triton.next_power_of_2(self._max_units),
             FIELDS=_UNIT_FIELDS,
             num_warps=1,
-            **early(self.offsets_T.device),
         )
 
     def attend(self, q_THD: Tensor, layer: Tensor, out_THD: Tensor) -> None:
@@ -354,7 +354,7 @@ class BlockPlan:
             CAUSAL=self._causal,
             PAGE=self._page_size,
             ROWS=self._tile_rows,
-            TILE=_TILE,
+            TILE=TILE,
             STAGES=self._stages,
             FIELDS=_UNIT_FIELDS,
             APART=self._apart,
