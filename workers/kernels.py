@@ -1,4 +1,5 @@
 """CUDA kernels of ours on Hopper GPUs: compiled by NVRTC when first used, launched before the kernel in front is done.
+Another worker finds what one has compiled (`workers.kernel_cache`).
 
 A launch costs the host several times what torch's do, which a graph pays once.
 """
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 from cuda.bindings import driver, nvrtc
 from torch import Tensor
+
+from workers.kernel_cache import KernelCache, user_directory
 
 COMPUTE_CAPABILITY = (9, 0)
 _HEADERS = Path(__file__).parent
@@ -38,18 +41,30 @@ def _function(source: Path, entry: str, shared_bytes: int, macros: tuple[tuple[s
 
 
 def _compiled(source: Path, macros: Mapping[str, int]) -> bytes:
+    text = source.read_bytes()
     options = [
         "--gpu-architecture=sm_90a",
         "--std=c++17",
-        f"--include-path={_HEADERS}",
         *(f"-D{name}={value}" for name, value in macros.items()),
     ]
-    program = checked(nvrtc.nvrtcCreateProgram(source.read_bytes(), source.name.encode(), 0, [], []))
+    headers = [header.read_bytes() for header in sorted(_HEADERS.glob("*.h"))]
+    version = "{}: {}.{}".format(*nvrtc.nvrtcVersion()).encode()
+    made_from = [text, *headers, *(option.encode() for option in options), version]
+    cache = KernelCache(user_directory())
+    return cache.code(
+        made_from, lambda: _compile(source.name, text, [*options, f"--include-path={_HEADERS}"])
+    )
+
+
+def _compile(name: str, text: bytes, options: Sequence[str]) -> bytes:
+    program = checked(nvrtc.nvrtcCreateProgram(text, name.encode(), 0, [], []))
     answer = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     if answer[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         log = b" " * checked(nvrtc.nvrtcGetProgramLogSize(program))
         checked(nvrtc.nvrtcGetProgramLog(program, log))
-        raise RuntimeError(f"NVRTC cannot compile {source.name} for {macros}: {log.decode(errors='replace')}")
+        raise RuntimeError(
+            f"NVRTC cannot compile {name} ({' '.join(options)}): {log.decode(errors='replace')}"
+        )
     code = b" " * checked(nvrtc.nvrtcGetCUBINSize(program))
     checked(nvrtc.nvrtcGetCUBIN(program, code))
     checked(nvrtc.nvrtcDestroyProgram(program))
