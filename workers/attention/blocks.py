@@ -288,7 +288,9 @@ class BlockPlan:
         self._page_stride = layer.stride(0)
         self._plane_stride = layer.stride(1)
         self._group = num_heads // self._num_kv_heads
-        self._units_per_head = units_per_head or units_for(layer.device, self._num_kv_heads)
+        programs = units_per_head or units_for(layer.device, self._num_kv_heads)
+        self._shared_by = self._sharing(num_requests, programs)
+        self._units_per_head = programs // self._shared_by
         asked = width * self._group
         self._tile_rows = min(max(triton.next_power_of_2(asked), 16), _MAX_ROWS)
         self._num_tiles = triton.cdiv(asked, self._tile_rows)
@@ -303,9 +305,14 @@ class BlockPlan:
         with torch.inference_mode(False):
             self._partials, self._weights = scratch[: need - padded_rows], scratch[need - padded_rows : need]
             self.offsets_T = torch.zeros(num_requests * width, dtype=torch.int64, device=layer.device)
-            joined = num_requests * self._num_kv_heads * self._num_tiles
+            joined = num_requests * self._num_kv_heads * self._num_tiles * self._shared_by
             self._arrived = torch.zeros(joined, dtype=torch.int32, device=layer.device)
             self._units = torch.zeros((self._max_units, _UNIT_FIELDS), dtype=torch.int32, device=layer.device)
+
+    @staticmethod
+    def _sharing(num_requests: int, programs: int) -> int:
+        """How many programs take a unit, of `programs` for each kv head."""
+        return 1
 
     @property
     def num_tokens(self) -> int:

@@ -13,14 +13,14 @@ and stores the heads itself, so that it follows the projection directly.
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from workers.attention.blocks import TILE, BlockPlan, PlanRows, units_for
+from workers.attention.blocks import TILE, BlockPlan, units_for
 from workers.kernels import function, launch, serves, tensor_map
 from workers.tiling import ALIGNMENT, BARRIER_BYTES, SHARED_BYTES
 
@@ -32,28 +32,10 @@ _THREADS = 160
 _FEWEST_REQUESTS = 3
 
 
-def block_plan(
-    rows: PlanRows,
-    layer: Tensor,
-    *,
-    num_requests: int,
-    width: int,
-    num_heads: int,
-    causal: bool,
-    scratch: Tensor,
-) -> BlockPlan:
-    """The kind of plan that attends fastest over a pool's layers; see `BlockPlan`."""
+def plan_kind(layer: Tensor, num_requests: int) -> type[BlockPlan]:
+    """What attends fastest over a pool's layers."""
     fits = serves(layer.device, layer.dtype) and _fits(layer, num_requests)
-    kind = CopiedPlan if fits else BlockPlan
-    return kind(
-        rows,
-        layer,
-        num_requests=num_requests,
-        width=width,
-        num_heads=num_heads,
-        causal=causal,
-        scratch=scratch,
-    )
+    return CopiedPlan if fits else BlockPlan
 
 
 def _fits(layer: Tensor, num_requests: int) -> bool:
@@ -68,34 +50,14 @@ class CopiedPlan(BlockPlan):
     of 64 tokens or of what divides 64 or is a multiple of it.
     """
 
-    def __init__(
-        self,
-        rows: PlanRows,
-        layer: Tensor,
-        *,
-        num_requests: int,
-        width: int,
-        num_heads: int,
-        causal: bool,
-        scratch: Tensor,
-        units_per_head: int | None = None,
-    ) -> None:
-        """`units_per_head`: of programs, of which two share a part while requests are few."""
-        programs = units_per_head or units_for(layer.device, layer.shape[2])
-        self._shared_by = 2 if num_requests <= programs // 2 else 1
-        super().__init__(
-            rows,
-            layer,
-            num_requests=num_requests,
-            width=width,
-            num_heads=num_heads,
-            causal=causal,
-            scratch=scratch,
-            units_per_head=programs // self._shared_by,
-        )
-        self._maps: dict[int, Any] = {}
-        with torch.inference_mode(False):
-            self._arrived = self._arrived.repeat(self._shared_by)
+    @staticmethod
+    def _sharing(num_requests: int, programs: int) -> int:
+        return 2 if num_requests <= programs // 2 else 1
+
+    @functools.cached_property
+    def _maps(self) -> dict[int, Any]:
+        """By a layer's address."""
+        return {}
 
     def attend(self, q_THD: Tensor, layer: Tensor, out_THD: Tensor) -> None:
         """See `BlockPlan.attend`."""

@@ -29,7 +29,7 @@ from drafter.layers import Projection, Rotation
 from kvmanager.errors import LayoutRefused
 from kvmanager.layout import PoolLayout, entries_per_page
 from workers.attention.blocks import BlockPlan, PlanRows
-from workers.attention.copied import block_plan
+from workers.attention.copied import plan_kind
 from workers.attention.pages import PageRuns, page_runs
 from workers.fused import enter_heads, store_kv
 from workers.storage import KvPool, layer_buffer
@@ -110,9 +110,10 @@ class FlashInferPagedAttention:
         self, rows: PlanRows, *, num_requests: int, width: int, num_heads: int, causal: bool
     ) -> BlockPlan:
         """A plan of `num_requests` x `width` tokens that reads its lengths and pages from `rows` in every step."""
-        return block_plan(
+        layer = self._pool[:, 0]
+        return plan_kind(layer, num_requests)(
             rows,
-            self._pool[:, 0],
+            layer,
             num_requests=num_requests,
             width=width,
             num_heads=num_heads,
