@@ -31,7 +31,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from drafter.layers import Projection, RotaryTable, Rotation
 
-_FEWEST_HEADS, _MOST_HEADS = 8, 16  # of a program, where tokens are few and many
+_FEWEST_HEADS, _HEADS_AT_ONCE = 8, 16  # of a program: where tokens are few, and where they are many
 _COLUMNS_AT_ONCE = 1024
 _LOGITS_AT_ONCE = 2048
 _PROGRAMS_TO_FILL = 1024  # a device with rows of logits
@@ -39,7 +39,9 @@ _PROGRAMS_TO_FILL = 1024  # a device with rows of logits
 
 @triton.jit
 def wait_for_kernels_before(EARLY: tl.constexpr):
-    """First in a kernel launched with `early`: it may have started while the one before still runs."""
+    """In a kernel launched with `early`, before it reads what a kernel wrote: it may have started while the one before
+    still runs.
+    """
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -332,7 +334,7 @@ def enter_heads(
         NORMED=projection.norms is not None,
         D=head_dim,
         HEADS=heads,
-        num_warps=8 if heads > _MOST_HEADS else 4,
+        num_warps=8 if heads > _HEADS_AT_ONCE else 4,
         **early(fused_TND.device),
     )
     return q_THD
@@ -342,9 +344,11 @@ def _heads_at_once(num_tokens: int, num_heads: int, device: torch.device) -> int
     """Of a program: a power of two. Beside a product's program a multiprocessor has memory for one small one, and the
     next kernel's programs wait until all of them have begun.
     """
-    programs_of_token = min(multiprocessors(device) // num_tokens, triton.cdiv(num_heads, _FEWEST_HEADS))
+    programs_of_token = min(
+        multiprocessors(device) // max(num_tokens, 1), triton.cdiv(num_heads, _FEWEST_HEADS)
+    )
     if programs_of_token == 0:
-        return _MOST_HEADS
+        return _HEADS_AT_ONCE
     heads: int = triton.next_power_of_2(triton.cdiv(num_heads, programs_of_token))
     return heads
 
@@ -414,7 +418,7 @@ def multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def early(device: torch.device) -> dict[str, Any]:
-    """Launch options of a kernel that begins with `wait_for_kernels_before`."""
+    """Launch options of a kernel with `wait_for_kernels_before` in it."""
     able = torch.cuda.get_device_capability(device) >= (9, 0)
     return {"EARLY": able, "launch_pdl": able}
 

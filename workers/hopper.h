@@ -57,10 +57,6 @@ __device__ inline void store_far(u32 at, float value) {
     asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(at), "f"(value) : "memory");
 }
 
-__device__ inline void store_two_far(u32 at, const float* f) {
-    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(f[0]), "f"(f[1]) : "memory");
-}
-
 __device__ inline void store_four_far(u32 at, const float* f) {
     asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(f[0]), "f"(f[1]), "f"(f[2]), "f"(f[3])
                  : "memory");

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,36 +16,30 @@ log = logging.getLogger(__name__)
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
 
 
-def user_directory() -> Path:
-    """Under $XDG_CACHE_HOME, ~/.cache by default."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    return Path(base) / "slipstream" / "kernels"
+def user_directory() -> Path | None:
+    """~/.cache/slipstream/kernels. None for a user without a home."""
+    try:
+        return Path.home() / ".cache" / "slipstream" / "kernels"
+    except RuntimeError:
+        return None
 
 
 class KernelCache:
-    """Files of a directory, which need not exist. Processes may share it."""
+    """Files of a directory, which need not exist. Processes may share it. None: nothing is kept."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path | None) -> None:
         self._directory = directory
 
     def code(self, made_from: Iterable[bytes], compiled: Callable[[], bytes]) -> bytes:
         """What `compiled` returned for the same parts before, or returns now."""
+        if self._directory is None:
+            return compiled()
         path = self._directory / f"{_digest(made_from)}.cubin"
         found = _read(path)
         if found is None:
             found = compiled()
-            self._write(path, found)
+            _write(path, found)
         return found
-
-    def _write(self, path: Path, code: bytes) -> None:
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=self._directory) as own:
-                file = Path(own) / path.name
-                file.write_bytes(hashlib.sha256(code).digest() + code)
-                os.replace(file, path)  # a reader finds all of it or nothing
-        except OSError as error:
-            log.info("kernels are compiled at every start: %s", error)
 
 
 def _digest(parts: Iterable[bytes]) -> str:
@@ -55,6 +48,17 @@ def _digest(parts: Iterable[bytes]) -> str:
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.hexdigest()
+
+
+def _write(path: Path, code: bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as own:
+            file = Path(own) / path.name
+            file.write_bytes(hashlib.sha256(code).digest() + code)
+            file.replace(path)  # a reader finds all of it or nothing
+    except OSError as error:
+        log.info("kernels are compiled at every start: %s", error)
 
 
 def _read(path: Path) -> bytes | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cuda import bindings
 from cuda.bindings import driver, nvrtc
 from torch import Tensor
 
@@ -48,8 +49,8 @@ def _compiled(source: Path, macros: Mapping[str, int]) -> bytes:
         *(f"-D{name}={value}" for name, value in macros.items()),
     ]
     headers = [header.read_bytes() for header in sorted(_HEADERS.glob("*.h"))]
-    version = "{}: {}.{}".format(*nvrtc.nvrtcVersion()).encode()
-    made_from = [text, *headers, *(option.encode() for option in options), version]
+    version = f"{bindings.__version__}, NVRTC {nvrtc.nvrtcVersion()}"
+    made_from = [text, *headers, *(option.encode() for option in options), version.encode()]
     cache = KernelCache(user_directory())
     return cache.code(
         made_from, lambda: _compile(source.name, text, [*options, f"--include-path={_HEADERS}"])

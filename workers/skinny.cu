@@ -12,6 +12,7 @@
 //   ROWS      rows of x that a program multiplies, 16, 32, 64 or 128; those behind num_rows come as zeros
 //   TILES     warp groups, each with a tile of 64 weight rows
 //   STAGES    of the weight on their way or in use
+//   AHEAD     of them on their way, at most
 //   X_STAGES  of x
 //   GATED     weight has 2 x columns rows, gates first; out is silu(gate) * up. Eight gates and their eight ups alternate
 //             in a tile, so that a thread has both
@@ -20,6 +21,9 @@
 
 #if GATED && PARTS > 1
 #error "the rows of a gate and its up may end in two parts"
+#endif
+#if ROWS / 2 % (4 * PARTS)
+#error "four sums move at once"
 #endif
 
 typedef unsigned int u32;
@@ -35,8 +39,7 @@ constexpr u32 WEIGHT_BYTES = TILES * TILE_BYTES, X_BYTES = ROWS * INPUTS * 2;  /
 constexpr u32 RING_BYTES = STAGES * WEIGHT_BYTES + X_STAGES * X_BYTES;  // sums of other parts follow, then barriers
 constexpr int BARRIERS = 2 * (STAGES + X_STAGES);
 constexpr int SUMS = ROWS / 2;  // of a thread: 64 x ROWS of a warp group
-constexpr int SHARE = SUMS / PARTS;  // of them that a thread of each part adds up
-constexpr int WIDE = SHARE < 4 ? SHARE : 4, PIECES = SHARE / WIDE;  // of a share, that move together
+constexpr int SHARE = SUMS / PARTS, PIECES = SHARE / 4;  // of them that a thread of each part adds up; four move at once
 constexpr int THREADS = TILES * 128;  // that multiply; two warps more ask for copies
 constexpr u32 SUM_BYTES = (PARTS - 1) * SHARE * THREADS * 4;
 constexpr int COLUMNS = (GATED ? 32 : 64) * TILES;  // of a program
@@ -148,19 +151,15 @@ struct Ring {
 // Leave in d[part * SHARE ...] the sums over all parts, `part` being this program's own. `room`: shared memory for
 // SHARE floats of every thread of every other part. Programs have arrived at their cluster when they began.
 __device__ inline void add_up(float (&d)[SUMS], int part, u32 room) {
-    constexpr u32 apart = THREADS * WIDE * 4;  // pieces of one thread
-    const u32 mine = room + threadIdx.x * WIDE * 4;
+    constexpr u32 apart = THREADS * 16;  // pieces of one thread
+    const u32 mine = room + threadIdx.x * 16;
     wait_for_cluster();  // all are there
 #pragma unroll
     for (int to = 0; to < PARTS; ++to) {
         if (to == part) continue;
         const u32 there = in_program(mine, to) + (part - (part > to)) * PIECES * apart;
 #pragma unroll
-        for (int piece = 0; piece < PIECES; ++piece) {
-            const float* f = d + to * SHARE + piece * WIDE;
-            if (WIDE == 4) store_four_far(there + piece * apart, f);
-            else store_two_far(there + piece * apart, f);
-        }
+        for (int piece = 0; piece < PIECES; ++piece) store_four_far(there + piece * apart, d + to * SHARE + piece * 4);
     }
     arrive_at_cluster();
     wait_for_cluster();
@@ -169,7 +168,7 @@ __device__ inline void add_up(float (&d)[SUMS], int part, u32 room) {
         if (own != part) continue;
 #pragma unroll
         for (int i = 0; i < SHARE; ++i) {
-            const u32 at = mine + i / WIDE * apart + i % WIDE * 4;
+            const u32 at = mine + i / 4 * apart + i % 4 * 4;
             float total = 0.0f;
 #pragma unroll
             for (int from = 0; from < PARTS; ++from)

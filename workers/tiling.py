@@ -126,8 +126,9 @@ def tiling(
         stage = how.weight_stage_bytes + how.x_stage_bytes
         return rounds(how) * (inputs // INPUTS // how.parts * stage + (how.parts > 1) * _SUM_BYTES)
 
-    possible = (
-        how for how in tilings(num_rows, outputs, inputs, gated) if how.parts == 1 or rounds(how) == 1
-    )
+    def fits(how: Tiling) -> bool:
+        return how.parts == 1 or (at_once[how.parts] > 0 and rounds(how) == 1)
+
+    possible = (how for how in tilings(num_rows, outputs, inputs, gated) if fits(how))
     best = min(possible, key=fetched)
     return best if rounds(best) == 1 or num_rows <= _MOST_ROWS_OF_SEVERAL_TILES else None

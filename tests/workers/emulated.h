@@ -25,6 +25,8 @@ using std::min;
 #define MAP_PARAMETER const TensorMap
 #define __expf expf
 #define __fdividef(a, b) ((a) / (b))
+#define __fadd_rn(a, b) ((a) + (b))
+#define __fmul_rn(a, b) ((a) * (b))
 #define NOTHING (-INFINITY)
 
 #ifdef HEAD_DIM
@@ -187,7 +189,6 @@ static void store_some_far(u32 at, const float* f) {
 }
 
 static void store_far(u32 at, float value) { store_some_far<1>(at, &value); }
-static void store_two_far(u32 at, const float* f) { store_some_far<2>(at, f); }
 static void store_four_far(u32 at, const float* f) { store_some_far<4>(at, f); }
 
 static void products_begin() { warp_meets(); }

@@ -42,34 +42,30 @@ class Step:
 
 
 @pytest.mark.parametrize(
-    ("step", "stages", "apart", "shared_by"),
+    ("step", "stages", "shared_by"),
     [
-        (Step([200]), 4, False, 1),
-        (Step([130, 5, 64], kv_heads=2, units_per_head=6), 3, False, 2),
-        (Step([300], page=16, units_per_head=5), 4, True, 2),
+        (Step([200]), 4, 1),
+        (Step([130, 5, 64], kv_heads=2, units_per_head=6), 3, 2),
+        (Step([300], page=16, units_per_head=5), 4, 2),
         (
             Step([100, 250], width=8, group=3, head_dim=64, page=16, causal=False, units_per_head=6),
             6,
-            False,
             1,
         ),
         (
             Step([0, 127, 128, 190], width=4, group=2, head_dim=64, page=128, units_per_head=2),
             3,
-            False,
             2,
         ),
-        (Step([70, 10], group=8, page=32, units_per_head=3), 3, False, 1),  # more rows than one program takes
-        (Step([48, 49, 1], causal=False, units_per_head=16), 4, False, 1),
-        (Step([64, 63, 400], width=1, units_per_head=7), 4, False, 2),
-        (Step([440, 70], units_per_head=2), 3, False, 2),
-        (Step([150, 300], width=8, head_dim=64, page=32, causal=False, units_per_head=3), 3, False, 2),
+        (Step([70, 10], group=8, page=32, units_per_head=3), 3, 1),  # more rows than one program takes
+        (Step([48, 49, 1], causal=False, units_per_head=16), 4, 1),
+        (Step([64, 63, 400], width=1, units_per_head=7), 4, 2),
+        (Step([440, 70], units_per_head=2), 3, 2),
+        (Step([150, 300], width=8, head_dim=64, page=32, causal=False, units_per_head=3), 3, 2),
     ],
     ids=str,
 )
-def test_a_block_attends_over_pages_as_torch_does(
-    step: Step, stages: int, apart: bool, shared_by: int
-) -> None:
+def test_a_block_attends_over_pages_as_torch_does(step: Step, stages: int, shared_by: int) -> None:
     generator = torch.Generator().manual_seed(0)
     asked = step.width * step.group
     rows = min(max(1 << (asked - 1).bit_length(), 16), 64)
@@ -85,7 +81,7 @@ def test_a_block_attends_over_pages_as_torch_does(
     arrived = torch.zeros(len(step.starts) * step.kv_heads * blocks * shared_by, dtype=torch.int32)
     for each in (out, partial, weights, arrived):
         each.share_memory_()
-    kernel = _kernel(step, rows, stages, apart, shared_by)
+    kernel = _kernel(step, rows, stages, shared_by)
     told = _map(layer, fresh)
     run(
         kernel,
@@ -98,20 +94,12 @@ def test_a_block_attends_over_pages_as_torch_does(
         num_units,
         blocks,
     )
-    if apart:
-        _join(
-            step,
-            units,
-            partial.view(num_units, step.kv_heads, -1, step.head_dim),
-            weights.view(num_units, step.kv_heads, -1),
-            out,
-        )
     wanted = _by_torch(step, q, layer, table)
     assert (out.float() - wanted).abs().max() < 0.02
     assert not arrived.any()  # ready for the next layer
 
 
-def _kernel(step: Step, rows: int, stages: int, apart: bool, shared_by: int) -> ctypes.CDLL:
+def _kernel(step: Step, rows: int, stages: int, shared_by: int) -> ctypes.CDLL:
     return compiled(
         SOURCE,
         HEAD_DIM=step.head_dim,
@@ -121,7 +109,6 @@ def _kernel(step: Step, rows: int, stages: int, apart: bool, shared_by: int) -> 
         ROWS=rows,
         CAUSAL=int(step.causal),
         STAGES=stages,
-        APART=int(apart),
         SHARED_BY=shared_by,
         AHEAD=2,
     )
@@ -172,21 +159,6 @@ def _units(step: Step) -> Tensor:
             units.append([request, begin, min(begin + part, end), end, parts, first, 0, 0])
     units += [[-1] * _FIELDS] * (len(step.starts) + step.units_per_head - len(units))
     return torch.tensor(units, dtype=torch.int32)
-
-
-def _join(step: Step, units: Tensor, partial: Tensor, weights: Tensor, out: Tensor) -> None:
-    """What `workers.attention.blocks` does with parts that are joined by a kernel of their own."""
-    asked = step.width * step.group
-    for request, _, _, _, parts, first, *_ in {
-        unit[0]: unit for unit in units.tolist() if unit[0] >= 0
-    }.values():
-        assert parts > 1
-        shares = torch.exp2(weights[first : first + parts, :, :asked])
-        joined = (shares[..., None] * partial[first : first + parts, :, :asked]).sum(0) / shares.sum(0)[
-            ..., None
-        ]
-        answer = joined.view(step.kv_heads, step.width, step.group, -1).transpose(0, 1).flatten(1, 2)
-        out[request * step.width : (request + 1) * step.width] = answer.bfloat16()
 
 
 def _by_torch(step: Step, q: Tensor, layer: Tensor, table: Tensor) -> Tensor:

@@ -169,14 +169,65 @@ def test_a_captured_plan_with_padding_attends_as_a_plan_of_its_live_requests(
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["target", "drafter"])
+@pytest.mark.parametrize("shared", [3, 8])
+@pytest.mark.parametrize("units_per_head", [3, 6, 40])
+def test_parts_of_contexts_are_joined_alike_in_every_replay(
+    units_per_head: int, shared: int, causal: bool
+) -> None:
+    """One program takes a part, or two share it, and whichever is done last joins them."""
+    from workers.attention.copied import CopiedPlan
+    from workers.kernels import serves
+    from workers.step_rows import StepRows
+
+    if not serves(torch.device("cuda"), torch.bfloat16):
+        pytest.skip("no Hopper GPU")
+    width, kv_lens = 16, [900, 2000, 33, 1400]
+    pages = Pages(kv_lens, 128, shared, "strided", unified=False)
+    batch, num_heads = len(kv_lens), pages.num_heads
+    with torch.inference_mode():
+        rows = StepRows(batch, pages.rows.shape[1], 0, torch.device("cuda"))
+        rows.fill(batch, [0] * batch, [kv_len - width for kv_len in kv_lens], pages.rows.numpy())
+        plan = CopiedPlan(
+            rows.target(batch),
+            pages.flashinfer._pool[:, 0],
+            num_requests=batch,
+            width=width,
+            num_heads=num_heads,
+            causal=causal,
+            scratch=pages.workspace.partials.view(torch.float32),
+            units_per_head=units_per_head,
+        )
+        queries = pages.random(batch * width, num_heads)
+        found = torch.empty_like(queries)
+
+        def body() -> None:
+            plan.prepare()
+            plan.attend(queries, pages.flashinfer._pool[:, 1], found)
+
+        body()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            body()
+        first = found.clone()
+        exact = pages.torch.plan(pages.rows, [width] * batch, kv_lens, causal)
+        expected = pages.torch.attend(1, queries.float(), exact)
+        torch.testing.assert_close(first.float(), expected, rtol=TOLERANCE, atol=TOLERANCE)
+        for _ in range(50):
+            found.fill_(float("nan"))
+            graph.replay()
+            assert torch.equal(found, first)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["target", "drafter"])
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(("head_dim", "shared"), [(64, 3), (128, 8)])
 @pytest.mark.parametrize("width", [1, 16])
 @pytest.mark.parametrize("batch", [1, 3, 4])
-def test_a_captured_plan_enters_projections_as_torch_does(
+def test_projections_enter_the_pages_of_a_plan_as_torchs_do(
     batch: int, width: int, head_dim: int, shared: int, normed: bool, causal: bool
 ) -> None:
-    """Whether a kernel of its own enters them or who attends; keys and values are there for later steps."""
+    """The queries are right, and keys and values are there for later steps."""
     from drafter.layers import Projection, RopeParameters, RotaryTable, Rotation
     from workers.attention.blocks import BlockPlan
     from workers.step_rows import StepRows

@@ -66,9 +66,15 @@ def test_what_fails_to_compile_is_not_kept(tmp_path: Path) -> None:
     assert cache.code([b"source"], Compiler()) == b"code"
 
 
-def test_the_users_directory_is_where_caches_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert user_directory() == tmp_path / "slipstream" / "kernels"
-    monkeypatch.delenv("XDG_CACHE_HOME")
+def test_a_user_without_a_home_compiles_every_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
     monkeypatch.setenv("HOME", str(tmp_path))
     assert user_directory() == tmp_path / ".cache" / "slipstream" / "kernels"
+    monkeypatch.setattr(Path, "home", homeless)
+    assert user_directory() is None
+    compiler = Compiler()
+    for _ in range(2):
+        assert KernelCache(user_directory()).code([b"source"], compiler) == b"code"
+    assert compiler.calls == 2

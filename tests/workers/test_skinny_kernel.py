@@ -27,7 +27,7 @@ SOURCE = Path(workers.__file__).with_name("skinny.cu")
     ("rows", "num_rows", "tiles", "stages", "x_stages", "gated", "parts", "outputs", "inputs"),
     [
         (16, 16, 1, 3, 2, False, 1, 192, 256),
-        (16, 13, 1, 3, 4, False, 4, 128, 512),
+        (16, 13, 1, 3, 4, False, 2, 128, 512),
         (32, 20, 2, 2, 3, False, 1, 384, 384),
         (64, 64, 1, 3, 2, True, 1, 160, 320),
         (128, 100, 2, 2, 2, False, 2, 400, 512),

@@ -20,10 +20,10 @@
 //   CAUSAL    whether a query sees no token behind its own
 //   STAGES    tiles on their way or in use
 //   AHEAD     of them on their way, at most: more would make the kernel in front wait for its memory
-//   APART     whether another kernel joins the parts of a request, or else the last of its programs
 //   SHARED_BY 1 or 2
 //
-// Whoever writes `units` and `pages` lets no kernel start before it is done.
+// `units` and `pages` are read before the kernel in front is done: whoever writes them lets no kernel start before it is
+// done, and a kernel that was not launched early, or that has waited for it, comes next.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -256,7 +256,8 @@ __device__ inline void join(Rows& rows, int rank, u32 room) {
         const float best = loaded_near(mine + (KEPT + row) * apart);
         const float base = rows.raise(row, fmaxf(rows.best[row], best)), share = power_of_two(best - base);
         rows.follow(row);
-        rows.total[row] += share * loaded_near(mine + (KEPT + 2 + row) * apart);
+        // Both programs come to the same, to the bit: whose weight of a part the joining program finds must not matter.
+        rows.total[row] = __fadd_rn(rows.total[row], __fmul_rn(share, loaded_near(mine + (KEPT + 2 + row) * apart)));
 #pragma unroll
         for (int i = 0; i < KEPT; ++i)
             if (i % 4 / 2 == row) rows.mixed[i] += share * loaded_near(mine + i * apart);
@@ -427,7 +428,6 @@ KERNEL attend(MAP_PARAMETER map, const bf16* queries, bf16* out, float* partial,
                 *(float2*)(partial + row_at[row] * HEAD_DIM + first_column + i / 4 * 8) =
                     make_float2(rows.mixed[i], rows.mixed[i + 1]);
         }
-        if (APART) return;
         attending_threads_meet();
         int* count = arrived + ((unit.request * num_heads + head) * num_blocks + block) * SHARED_BY + rank;
         if (threadIdx.x == 0) {

@@ -35,7 +35,7 @@ from workers.fused import early, wait_for_kernels_before
 TILE = 64  # keys attended at a time
 _STAGES, _STAGES_ALONE = 3, 4  # tiles on their way or in use; the more where a multiprocessor has one program
 _LARGEST_ALONE = 128  # head_dim for which it has memory for so many
-_FEW_REQUESTS = 2  # with more parts each than one program joins as fast as many do, in a kernel of their own
+FEW_REQUESTS = 2  # with more parts each than one program joins as fast as many do, in a kernel of their own
 _MAX_ROWS = 64  # queries of one program: one warp group's worth of tensor core rows
 _UNIT_FIELDS = (
     8  # request (-1: nobody's), first key, end, length of the request, its parts, its first unit; padding
@@ -277,7 +277,8 @@ class BlockPlan:
         units_per_head: int | None = None,
     ) -> None:
         """layer: any layer's pages, for their shape, [pages, 2, kv_heads, page_size, D], and strides. scratch: float32,
-        shared by plans of which one runs at a time. units_per_head: see the module; a number to fit the device by
+        shared by plans of which one runs at a time. units_per_head: see the module, of programs where several share a
+        unit; a number to fit the device by
         default. Raises ValueError for too little scratch.
         """
         _, _, self._num_kv_heads, self._page_size, self._head_dim = layer.shape
@@ -295,7 +296,7 @@ class BlockPlan:
         self._tile_rows = min(max(triton.next_power_of_2(asked), 16), _MAX_ROWS)
         self._num_tiles = triton.cdiv(asked, self._tile_rows)
         self._max_units = num_requests + self._units_per_head
-        self._apart = num_requests <= _FEW_REQUESTS
+        self._apart = num_requests <= FEW_REQUESTS
         alone = num_requests <= self._units_per_head and self._head_dim <= _LARGEST_ALONE
         self._stages = _STAGES_ALONE if alone else _STAGES
         padded_rows = self._max_units * self._num_kv_heads * self._num_tiles * self._tile_rows

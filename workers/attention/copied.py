@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from workers.attention.blocks import TILE, BlockPlan, units_for
+from workers.attention.blocks import FEW_REQUESTS, TILE, BlockPlan, units_for
 from workers.kernels import function, launch, serves, tensor_map
 from workers.tiling import ALIGNMENT, BARRIER_BYTES, SHARED_BYTES
 
@@ -29,7 +29,7 @@ _HEAD_DIMS = (128,)  # that it was found faster with; `blocks.cu` takes 64 too
 _MOST_STAGES = 6
 _TILES_AHEAD = 2  # on their way: more would make the kernel in front wait for its memory
 _THREADS = 160
-_FEWEST_REQUESTS = 3
+_FEWEST_REQUESTS = FEW_REQUESTS + 1
 
 
 def plan_kind(layer: Tensor, num_requests: int) -> type[BlockPlan]:
@@ -46,8 +46,8 @@ def _fits(layer: Tensor, num_requests: int) -> bool:
 
 
 class CopiedPlan(BlockPlan):
-    """A `BlockPlan` whose keys and values the copy engine fetches. Layers: bfloat16, heads of 64 or 128 elements, pages
-    of 64 tokens or of what divides 64 or is a multiple of it.
+    """A `BlockPlan` whose keys and values the copy engine fetches, of more requests than another kernel would join.
+    Layers: bfloat16, heads of 64 or 128 elements, pages of 8, 16, 32 or a multiple of 64 tokens.
     """
 
     @staticmethod
@@ -76,7 +76,6 @@ class CopiedPlan(BlockPlan):
             "CAUSAL": int(self._causal),
             "STAGES": stages,
             "AHEAD": _TILES_AHEAD,
-            "APART": int(self._apart),
             "SHARED_BY": self._shared_by,
         }
         tensors = (
@@ -99,8 +98,6 @@ class CopiedPlan(BlockPlan):
         grid = (self._num_kv_heads * self._shared_by, self._max_units, self._num_tiles)
         kernel = function(_SOURCE, "attend", shared_bytes, macros)
         launch(kernel, grid, _THREADS, shared_bytes, values, types)
-        if self._apart:
-            self._join(out_THD)
 
     def _map(self, layer: Tensor) -> Any:
         """[D, page_size, kv_heads, 2, pages]."""
