@@ -22,6 +22,7 @@ from drafter.dflash import BlockDrafter
 from drafter.layers import TORCH_OPS, LayerOps
 from kvmanager.layout import PoolLayout
 from workers.attention.torch import TorchPagedAttention
+from workers.device import multiprocessors
 from workers.errors import ModelMismatch
 from workers.models.decoder import Decoder
 from workers.runner import ModelRunner
@@ -126,13 +127,13 @@ class FlashInferBackend:
     skinny: SkinnyProducts | None  # where there is such a thing for the device and dtype
 
     def working_bytes(self, working: WorkingSet) -> int:
-        return working.captured_bytes(_multiprocessors(self.device))
+        return working.captured_bytes(multiprocessors(self.device))
 
     def bind(self, loaded: Loaded, pools: Pools, working: WorkingSet, *, decodes: bool) -> Computing:
         from workers.attention.flashinfer import FlashInferPagedAttention, Workspace
         from workers.captured import CapturedStep, StepParts
 
-        workspace = Workspace(working.attention_bytes(_multiprocessors(self.device)), self.device)
+        workspace = Workspace(working.attention_bytes(multiprocessors(self.device)), self.device)
         target = FlashInferPagedAttention(pools.target, pools.layout, workspace)
         draft = None
         if pools.draft is not None:
@@ -196,7 +197,3 @@ def _installed(name: str) -> bool:
 
 def _eager(loaded: Loaded, runner: ModelRunner) -> EagerStep:
     return EagerStep(runner=runner, sampler=loaded.sampler, clock=time.perf_counter)
-
-
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

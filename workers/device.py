@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from workers.device_name import DeviceName
@@ -21,3 +23,9 @@ def compute_device(name: DeviceName) -> torch.device:
             field="device",
         )
     return torch.device("cuda", 0)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

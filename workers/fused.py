@@ -30,6 +30,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from drafter.layers import Projection, RotaryTable, Rotation
+from workers.device import multiprocessors
 
 _FEWEST_HEADS, _HEADS_AT_ONCE = 8, 16  # of a program: where tokens are few, and where they are many
 _COLUMNS_AT_ONCE = 1024
@@ -409,11 +410,6 @@ class FusedOps:
             **early(positions_T.device),
         )
         return Rotation(cos, sin)
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @functools.cache

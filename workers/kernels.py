@@ -81,7 +81,7 @@ def launch(
     types: Sequence[Any],
 ) -> None:
     """On torch's stream, early. `types`: ctypes of numbers and addresses, None for what knows its own."""
-    config = config_of(grid, threads, shared_bytes)
+    config = _config(grid, threads, shared_bytes)
     config.hStream = torch.cuda.current_stream().cuda_stream
     early = driver.CUlaunchAttribute()
     early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -94,7 +94,7 @@ def programs_at_once(kernel: Any, cluster: int, threads: int, shared_bytes: int)
     """How many programs of clusters of so many the device runs at a time. A cluster's must be neighbours, so some
     places may stay empty.
     """
-    config = config_of((cluster, 1, 1), threads, shared_bytes)
+    config = _config((cluster, 1, 1), threads, shared_bytes)
     attribute = driver.CUlaunchAttribute()
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
     dimension = attribute.value.clusterDim
@@ -103,7 +103,7 @@ def programs_at_once(kernel: Any, cluster: int, threads: int, shared_bytes: int)
     return cluster * int(checked(driver.cuOccupancyMaxActiveClusters(kernel, config)))
 
 
-def config_of(grid: tuple[int, int, int], threads: int, shared_bytes: int) -> Any:
+def _config(grid: tuple[int, int, int], threads: int, shared_bytes: int) -> Any:
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1

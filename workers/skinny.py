@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workers.device import multiprocessors
 from workers.kernels import function, launch, programs_at_once, tensor_map
 from workers.tiling import INPUTS, MOST_ROWS, PARTS, TILE_ROWS, Tiling, tiling
 
@@ -38,7 +39,7 @@ class SkinnyProducts:
     def __init__(self, device: torch.device) -> None:
         """`device`: one that `serves`."""
         self.in_use = False
-        self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._multiprocessors = multiprocessors(device)
         self._tilings: dict[tuple[int, int, int, bool], Tiling | None] = {}
 
     @contextmanager

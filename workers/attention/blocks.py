@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from workers.device import multiprocessors
 from workers.fused import early, wait_for_kernels_before
 
 TILE = 64  # keys attended at a time
@@ -394,4 +395,4 @@ class BlockPlan:
 
 def units_for(device: torch.device, num_kv_heads: int) -> int:
     """Parts that one kv head's work is cut into, so that all heads' parts keep every multiprocessor busy: one each."""
-    return max(torch.cuda.get_device_properties(device).multi_processor_count // num_kv_heads, 1)
+    return max(multiprocessors(device) // num_kv_heads, 1)
